@@ -103,3 +103,24 @@ class Pack:
     def last(self) -> torch.Tensor:
         """[R] int64: place of each response's last token, where the discriminator's score is read."""
         return self.first + self.lengths
+
+
+@dataclass
+class Rollout:
+    """One rollout batch of this process: B groups, G samples each, and what was computed from them before training.
+
+    It lives for all optimizer steps that are taken on it and is part of a checkpoint taken between them (all but the
+    groups, which are read again from the dataset).
+    """
+
+    index: int  # counts the run's rollout batches
+    groups: list[Group]
+    samples: list[list[Sample]]  # [B][G]
+    advantages: torch.Tensor | None = None  # [B, G] float32, stage 2 only
+    old_logps: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (group, sample) -> [tokens] float32
+    ref_logps: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (group, sample) -> [tokens] float32
+
+    def part(self, index: int, num_parts: int) -> list[int]:
+        """The groups of one optimizer step: a contiguous, equal share."""
+        size = len(self.groups) // num_parts
+        return list(range(index * size, (index + 1) * size))

@@ -1,0 +1,101 @@
+"""Builds what a trainer is made of, before TRL touches the policy: policy, discriminator, skeleton of the reference."""
+
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel, set_seed
+from trl.trainer.utils import create_model_from_path
+
+from trl_gad.config import GADConfig
+from trl_gad.discriminator import Discriminator, is_discriminator
+from trl_gad.forward import freeze_vision_tower
+from trl_gad.models import check_precision, structural_copy
+
+
+def load_model(path: str, args: GADConfig, quantization_config: Any = None) -> PreTrainedModel:
+    """A model as TRL's trainers load it: by the class its configuration names, in float32 unless told otherwise."""
+    kwargs = dict(args.model_init_kwargs or {})
+    if quantization_config is not None:
+        kwargs["quantization_config"] = quantization_config
+    if args.world_size > 1:
+        kwargs["device_map"] = None  # one whole model per process
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    return create_model_from_path(path, **kwargs)
+
+
+def build_models(
+    model: "str | PreTrainedModel | PeftModel",
+    discriminator: "str | Path | Discriminator | PreTrainedModel | None",
+    args: GADConfig,
+    peft_config: PeftConfig | None,
+    discriminator_peft_config: PeftConfig | None,
+    quantization_config: Any,
+) -> "tuple[PreTrainedModel | PeftModel, Discriminator, PreTrainedModel | PeftModel]":
+    """
+    Returns:
+        The policy (adapters added), the discriminator, and a structural copy of the policy that becomes the reference
+        when stage 2 starts.
+
+    Raises:
+        ValueError: combinations that cannot be trained, with the way out.
+    """
+    set_seed(args.seed)  # adapters and heads start from random numbers
+    if isinstance(model, str):
+        model = load_model(model, args, quantization_config)
+    elif quantization_config is not None:
+        raise ValueError("`quantization_config` needs a path in `model`: the model passed is loaded already.")
+    if isinstance(model, PeftModel) and peft_config is not None:
+        raise ValueError(
+            "`model` has adapters already and `peft_config` asks for new ones. Merge and save the model first, or "
+            "leave `peft_config` unset."
+        )
+    # The discriminator starts from the policy's weights, adapters not counted: new ones change nothing yet
+    adversary = _build_discriminator(model, discriminator, args, discriminator_peft_config, peft_config is not None)
+    if peft_config is not None:
+        model = get_peft_model(model, peft_config)
+    if args.freeze_vision:
+        freeze_vision_tower(model)
+        freeze_vision_tower(adversary.backbone)
+    check_precision(model, args.learning_rate, "policy")
+    check_precision(adversary, args.discriminator_learning_rate, "discriminator")
+    return model, adversary, structural_copy(model)
+
+
+def _build_discriminator(
+    policy: "PreTrainedModel | PeftModel",
+    discriminator: "str | Path | Discriminator | PreTrainedModel | None",
+    args: GADConfig,
+    peft_config: PeftConfig | None,
+    frozen_base: bool,
+) -> Discriminator:
+    if discriminator is None:
+        if isinstance(policy, PeftModel) and peft_config is not None:
+            raise ValueError(
+                "`discriminator_peft_config` with a policy that comes with adapters: the discriminator's base would "
+                "be a merged model that no folder holds. Merge and save the policy first and pass that folder as "
+                "`model` (with `peft_config`), or pass `discriminator=`."
+            )
+        return Discriminator.from_policy(
+            structural_copy(policy), peft_config, share_base=frozen_base and peft_config is not None
+        )
+    if isinstance(discriminator, (str, Path)) and is_discriminator(discriminator):
+        discriminator = Discriminator.from_pretrained(discriminator)
+    elif isinstance(discriminator, (str, Path)):
+        discriminator = Discriminator.from_policy(load_model(str(discriminator), args), peft_config)
+        peft_config = None
+    elif isinstance(discriminator, PreTrainedModel):
+        discriminator = Discriminator.from_policy(structural_copy(discriminator), peft_config)
+        peft_config = None
+    if peft_config is not None:
+        raise ValueError(
+            "`discriminator_peft_config` starts new adapters, and `discriminator` is a trained one already. Leave one "
+            "of them unset."
+        )
+    ours, theirs = discriminator.config.get_text_config(), policy.config.get_text_config()
+    if ours.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            "The discriminator reads the policy's token ids, so both need the same vocabulary: "
+            f"{ours.vocab_size} and {theirs.vocab_size} tokens. Pass a discriminator of the policy's family."
+        )
+    return discriminator

@@ -1,0 +1,154 @@
+"""The discriminator: the policy's network with a scalar head, and its own folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+
+from trl_gad.models import own_parameters
+
+
+HEAD_FILE = "score_head.safetensors"
+CONFIG_FILE = "discriminator_config.json"
+
+
+class Discriminator(nn.Module):
+    """
+    D(x, y) of GAD (arXiv 2511.10643, section 3): a language model without its LM head and a linear head that scores a
+    response at its last token.
+
+    The head and the score are float32, outside autocast. Any causal language model of transformers will do, vision
+    ones included: what it needs is the model's backbone (`model.base_model`).
+
+    Args:
+        backbone ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The network without LM head, e.g. a `Qwen3VLModel`.
+
+    Example:
+
+    ```python
+    >>> from trl_gad import Discriminator
+
+    >>> discriminator = Discriminator.from_pretrained("out/discriminator")
+    ```
+    """
+
+    def __init__(self, backbone: "PreTrainedModel | PeftModel"):
+        super().__init__()
+        self.backbone = backbone
+        hidden_size = self.config.get_text_config().hidden_size
+        self.score = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
+        nn.init.normal_(self.score.weight, std=hidden_size**-0.5)
+
+    @property
+    def config(self):
+        """The backbone's configuration."""
+        return self.backbone.config
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The backbone without adapters around it."""
+        return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone
+
+    def forward(self, last: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """
+        Args:
+            last (`torch.Tensor` of shape `(R,)`): Place of each response's last token in the sequence.
+            inputs: The backbone's inputs for one sequence (batch size 1), see `forward.model_inputs`.
+
+        Returns:
+            `torch.Tensor` of shape `(R,)`, float32: One score per response.
+        """
+        hidden = self.backbone(**inputs).last_hidden_state[0, last]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.to(self.score.weight.dtype), self.score.weight)[:, 0]
+
+    @classmethod
+    def from_policy(
+        cls, model: PreTrainedModel, peft_config: PeftConfig | None = None, share_base: bool = False
+    ) -> "Discriminator":
+        """
+        A discriminator that starts from the policy's weights, with a new head.
+
+        Args:
+            model: A structural copy of the untouched policy (see `models.structural_copy`): its modules are taken over.
+            peft_config: Train adapters only.
+            share_base: Keep the policy's own parameters under the adapters, for a policy that does not train them.
+        """
+        if isinstance(model, PeftModel):
+            own_parameters(model)  # merging writes into the base weights
+            backbone = model.merge_and_unload().base_model
+        else:
+            backbone = model.base_model
+            if not share_base:
+                own_parameters(backbone)
+        if peft_config is None:
+            backbone.requires_grad_(True)
+            return cls(backbone)
+        return cls(get_peft_model(backbone, peft_config))
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        Save into a folder of its own: the backbone as transformers saves it (or the adapter as PEFT saves it), the
+        head, and what `from_pretrained` must know.
+
+        Args:
+            folder: Where to.
+            state_dict: The weights, when they are not this module's own (sharded training).
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        of_backbone = {k.removeprefix("backbone."): v for k, v in state_dict.items() if k.startswith("backbone.")}
+        self.backbone.save_pretrained(folder, state_dict=of_backbone)
+        save_file({"weight": state_dict["score.weight"].contiguous()}, folder / HEAD_FILE)
+        base_model = self.base.config._name_or_path if isinstance(self.backbone, PeftModel) else None
+        (folder / CONFIG_FILE).write_text(json.dumps({"base_model": base_model}, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, base_model: str | Path | None = None, dtype: Any = torch.float32, **kwargs: Any
+    ) -> "Discriminator":
+        """
+        Load what `save_pretrained` wrote; the class and the configuration are found in the folder.
+
+        Args:
+            folder: A local folder.
+            base_model: Where the frozen base of a LoRA discriminator is, if not where it was at the time.
+            dtype: Of the backbone. The head is float32.
+            kwargs: Passed to `from_pretrained` of the backbone.
+
+        Raises:
+            ValueError: the folder holds no discriminator, or the base model of its adapter is not known.
+        """
+        folder = Path(folder)
+        if not is_discriminator(folder):
+            raise ValueError(
+                f"{folder} holds no discriminator: {HEAD_FILE} is not there. Pass the folder that "
+                "`Discriminator.save_pretrained` or `trainer.save_model()` wrote (`.../discriminator`)."
+            )
+        if (folder / "adapter_config.json").exists():
+            base_model = base_model or json.loads((folder / CONFIG_FILE).read_text())["base_model"]
+            if not base_model:
+                raise ValueError(
+                    f"{folder} holds an adapter and does not say of which base model, which had no path when it was "
+                    "saved. Pass `base_model=`."
+                )
+            backbone = AutoModel.from_pretrained(base_model, dtype=dtype, **kwargs)
+            backbone = PeftModel.from_pretrained(backbone, folder, is_trainable=True)
+        else:
+            backbone = AutoModel.from_pretrained(folder, dtype=dtype, **kwargs)
+        discriminator = cls(backbone)
+        discriminator.score.load_state_dict(load_file(folder / HEAD_FILE))
+        return discriminator
+
+
+def is_discriminator(folder: str | Path) -> bool:
+    """Whether `folder` was written by `Discriminator.save_pretrained`."""
+    return (Path(folder) / HEAD_FILE).is_file()

@@ -1,0 +1,605 @@
+"""`GADTrainer`: the run. What a step does, in order, is `training_step`.
+
+TRL's `GRPOTrainer` builds the models, computes the policy loss, logs and saves. Ours are the loader (one item per
+optimizer step), the rollout batch, the discriminator's pass and the packed forwards. The modules' order is the step's:
+data, rollouts, packing, planner, attention, forward, engine, adversary, trainer.
+"""
+
+import copy
+import logging
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+from trl.trainer.utils import nanstd
+
+from trl_gad import checkpoint
+from trl_gad.adversary import Adversary, Scores
+from trl_gad.attention import use_packed_attention
+from trl_gad.batch import Group, Rollout
+from trl_gad.build import build_models
+from trl_gad.config import GADConfig
+from trl_gad.data import RolloutLoader, RowReader, check_dataset
+from trl_gad.discriminator import Discriminator
+from trl_gad.engine import Cutter
+from trl_gad.evaluation import run_evaluation
+from trl_gad.forward import add_heads, add_warmup_head, is_vision_model, log_probs
+from trl_gad.losses import advantages
+from trl_gad.metrics import Clock, rollout_metrics, sample_table
+from trl_gad.models import snapshot
+from trl_gad.packed_grpo import PackedGRPOTrainer, Share
+from trl_gad.rollouts import TransformersSampler, sampling_seed
+from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, Step, StepPlan, make_plan, stage_schedule
+
+
+logger = logging.getLogger(__name__)
+
+RewardFunc = Callable[..., list[float | None]]
+
+
+class GADTrainer(PackedGRPOTrainer):
+    """
+    Trains a student on the *text* of a teacher by Generative Adversarial Distillation ([Black-Box On-Policy
+    Distillation of Large Language Models](https://huggingface.co/papers/2511.10643)): a discriminator learns online to
+    score the teacher's responses above the student's, and its score is the reward of a GRPO step.
+
+    One run has two stages. Stage 1 (warm-up): the discriminator alone for `discriminator_only_steps`, then the student
+    by cross-entropy on the teacher's responses and the discriminator on fresh samples. Stage 2 (adversarial): GRPO with
+    the discriminator's scores, and a KL term to the student as it was when stage 2 started.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from trl_gad import GADConfig, GADTrainer
+
+    >>> trainer = GADTrainer(
+    ...     model="Qwen/Qwen3-VL-2B-Instruct",
+    ...     args=GADConfig(output_dir="out"),
+    ...     train_dataset=load_dataset("json", data_files="teacher.jsonl", split="train"),
+    ... )
+    >>> trainer.train()
+    >>> trainer.save_model()  # the student in out/, the discriminator in out/discriminator/
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The student, as in [`~trl.GRPOTrainer`].
+        discriminator (`str` or [`Discriminator`] or [`~transformers.PreTrainedModel`], *optional*):
+            A folder that `Discriminator.save_pretrained` wrote, a model to start one from, or `None`: the student's own
+            weights and a new head.
+        args ([`GADConfig`], *optional*):
+            Configuration. `None`: the defaults.
+        train_dataset ([`~datasets.Dataset`]):
+            TRL's *prompt-completion* type, conversational, with `images` where there are any; `completion` is the
+            teacher's response. Or `messages`, whose last assistant turn is the teacher's.
+        eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
+            The same for evaluation.
+        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`], *optional*):
+            `None`: the one beside the model.
+        reward_funcs (reward function or list of them, *optional*):
+            Further rewards beside the discriminator's, as in [`~trl.GRPOTrainer`]; `reward_weights` has the
+            discriminator's weight first. They are called in stage 2.
+        reward_processing_classes (*optional*):
+            Of the `reward_funcs`, as in [`~trl.GRPOTrainer`].
+        callbacks, optimizers (*optional*):
+            As in [`~transformers.Trainer`]; the optimizer is the student's.
+        quantization_config, peft_config (*optional*):
+            As in [`~trl.GRPOTrainer`].
+        discriminator_peft_config ([`~peft.PeftConfig`], *optional*):
+            Train adapters of the discriminator only. With `peft_config`, both share one frozen base.
+
+    Raises:
+        ValueError: an option or a dataset that cannot be used, with the rule, the value and the way out.
+    """
+
+    _tag_names = ["trl", "trl-gad", "gad"]
+    _name = "GAD"
+    _paper = {
+        "title": "Black-Box On-Policy Distillation of Large Language Models",
+        "id": "2511.10643",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{gad2025,
+                title        = {{Black-Box On-Policy Distillation of Large Language Models}},
+                year         = 2025,
+                eprint       = {arXiv:2511.10643},
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        discriminator: "str | Discriminator | PreTrainedModel | None" = None,
+        args: GADConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: "Dataset | dict[str, Dataset] | None" = None,
+        processing_class: Any = None,
+        reward_funcs: "RewardFunc | str | PreTrainedModel | list | None" = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: PeftConfig | None = None,
+        discriminator_peft_config: PeftConfig | None = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        for name, value in (
+            ("tools", tools),
+            ("rollout_func", rollout_func),
+            ("environment_factory", environment_factory),
+        ):
+            if value is not None:
+                raise ValueError(f"GADTrainer does not take `{name}`: a teacher's answer is one turn. Leave it out.")
+        self._given_args = args if args is not None else GADConfig("trainer_output")
+        args = self._args_of_one_item_per_step(self._given_args)
+        model, discriminator, self._skeleton = build_models(
+            model, discriminator, self._given_args, peft_config, discriminator_peft_config, quantization_config
+        )
+        reward_funcs = [] if reward_funcs is None else reward_funcs
+        reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        if reward_processing_classes is not None and not isinstance(reward_processing_classes, list):
+            reward_processing_classes = [reward_processing_classes]
+        super().__init__(
+            model=model,
+            reward_funcs=[self._discriminator_reward, *reward_funcs],
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=[None, *reward_processing_classes] if reward_processing_classes else None,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.reward_func_names[0] = "discriminator"
+        self.beta = self.args.beta = self._given_args.beta
+        self.clock = Clock(self.accelerator.device)
+        self.reference: torch.nn.Module | None = None  # from the first step of stage 2 on
+        self.rollout: Rollout | None = None  # the batch in work
+        self.scores: Scores | None = None  # of that batch
+        self.num_policy_skipped = 0
+        self._prepare_policy()
+        self._prepare_data()
+        self.adversary = Adversary(discriminator.to(self.accelerator.device), self.accelerator, self.args, self.cutter)
+        use_packed_attention(discriminator.backbone)
+        self.add_callback(_StepEnd(self))
+
+    # ---- Building ----
+
+    @staticmethod
+    def _args_of_one_item_per_step(given: GADConfig) -> GADConfig:
+        """What transformers' loop and TRL's constructor see of the arguments."""
+        args = copy.copy(given)
+        args.gradient_accumulation_steps = 1  # an item of the loader is an optimizer step
+        args.ignore_data_skip = True  # the loader starts at the right step by itself
+        args.model_init_kwargs = None  # the model is loaded already
+        args.beta = 0.0  # or TRL would load the reference now; ours is a snapshot taken later
+        return args
+
+    @property
+    def discriminator(self) -> Discriminator:
+        """The live discriminator, without wrappers."""
+        return self.adversary.module
+
+    @property
+    def policy(self) -> "PreTrainedModel | PeftModel":
+        """The live policy, without wrappers."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def _prepare_policy(self) -> None:
+        if self.aux_loss_enabled:
+            raise ValueError(
+                "The load-balancing loss of a mixture of experts depends on how a step is cut into micro-batches. "
+                "Set router_aux_loss_coef=0."
+            )
+        if self.accelerator.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise ValueError(
+                f"GAD trains in one process or with DDP, not with {self.accelerator.distributed_type}. Change "
+                "`distributed_type` of the accelerate configuration."
+            )
+        add_warmup_head(self.policy, self.args.cast_lm_head_to_fp32)
+        use_packed_attention(self.policy)
+        config = self.policy.config
+        vision = (config.image_token_id, config.video_token_id) if is_vision_model(config) else None
+        self.sampler = TransformersSampler(
+            self.accelerator, self.generation_kwargs, list(vision or ()), vision,
+            self.args.gradient_checkpointing_kwargs,
+        )  # fmt: skip
+        self.cutter = Cutter(config, self.args.max_tokens_per_micro_batch, self.args.share_prompt, self.accelerator)
+
+    def _prepare_data(self) -> None:
+        args = self.args
+        self.reader = RowReader(
+            self.processing_class,
+            max_prompt_length=args.max_prompt_length,
+            max_completion_length=args.max_completion_length,
+            overlong_prompts=args.overlong_prompts,
+            overlong_teachers=args.overlong_teachers,
+            chat_template_kwargs=self.chat_template_kwargs,
+            max_pixels=args.max_pixels,
+        )
+        self.rows = self.usable_rows(self.train_dataset, "train_dataset")
+        self.step_plan = make_plan(
+            num_rows=len(self.rows),
+            prompts_per_rollout=args.prompts_per_rollout,
+            steps_per_rollout=args.steps_per_rollout,
+            num_iterations=self.num_iterations,
+            max_steps=args.max_steps,
+            num_train_epochs=args.num_train_epochs,
+            warmup_steps=args.gad_warmup_steps,
+            warmup_epochs=args.gad_warmup_epochs,
+            discriminator_only_steps=args.discriminator_only_steps,
+        )
+        args.max_steps = self.step_plan.max_steps
+        if self.step_plan.gad_start >= self.step_plan.max_steps:
+            logger.warning(
+                "All %d steps belong to the warm-up, which takes %d: nothing is distilled adversarially. Raise "
+                "`num_train_epochs` or `max_steps`, or lower `gad_warmup_steps` or `gad_warmup_epochs`.",
+                self.step_plan.max_steps, self.step_plan.gad_start,
+            )  # fmt: skip
+
+        self._eval_rows: dict[int, list[int]] = {}  # id of an evaluation dataset -> its usable rows
+        for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
+            if dataset is not None:
+                self.rows_for_evaluation(dataset)
+
+    def rows_for_evaluation(self, dataset: Dataset) -> list[int]:
+        """The usable rows of an evaluation dataset, read once."""
+        if id(dataset) not in self._eval_rows:
+            self._eval_rows[id(dataset)] = self.usable_rows(dataset, "eval_dataset")
+        return self._eval_rows[id(dataset)]
+
+    def usable_rows(self, dataset: Dataset, name: str) -> list[int]:
+        """Reads every row of a dataset once; the rows that can be used, the same on all processes.
+
+        Raises:
+            ValueError: a row that the options do not allow to drop, or none is left.
+        """
+        report = check_dataset(
+            dataset,
+            self.reader,
+            bad_rows=self.args.bad_rows,
+            num_workers=self.args.dataloader_num_workers,
+            progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
+        )
+        if self.accelerator.is_main_process:
+            log = logger.warning if report.dropped else logger.info
+            log("%s: %s", name, report)
+        return report.kept
+
+    # ---- The run ----
+
+    def get_train_dataloader(self) -> "_StepLoader":
+        """One item per optimizer step; the first of a rollout batch carries its groups."""
+        return _StepLoader(self)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The policy's learning rate: a schedule anew for each stage. Discriminator-only steps do not count."""
+        if self.lr_scheduler is None:
+            args, plan = self.args, self.step_plan
+            warmup = min(plan.num_warmup_steps, max(num_training_steps - plan.num_discriminator_rollouts, 0))
+            stages = [(args.gad_warmup_learning_rate, warmup)] if warmup else []
+            stages.append((args.learning_rate, max(num_training_steps - plan.gad_start, 1)))
+            self.lr_scheduler = stage_schedule(
+                self.optimizer if optimizer is None else optimizer, stages, args.learning_rate,
+                args.lr_scheduler_type, args.warmup_steps, args.lr_scheduler_kwargs,
+            )  # fmt: skip
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        decay = self.get_decay_parameter_names(self.discriminator)
+        self.adversary.prepare(decay, self.step_plan.num_rollouts)
+        result = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.clock.reset()
+        return result
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """
+        One optimizer step up to the policy's gradient: rollout and discriminator where a rollout batch begins, then
+        the policy's forwards and backwards.
+
+        Returns:
+            `torch.Tensor`: The policy's loss of this process (0 in a discriminator-only step).
+        """
+        step: Step = inputs["step"]
+        model.train()
+        self.step_flos = 0.0
+        self.add_metrics({"stage": [DISCRIMINATOR, WARMUP, GAD].index(step.stage)})
+        if step.stage == GAD and self.reference is None and self.beta != 0.0:
+            self.take_snapshot()
+        if step.first:
+            self._start_rollout(step, inputs["groups"])
+        rollout = self.rollout
+        assert rollout is not None, "the rollout batch of this step is missing"
+        share = Share.of(rollout, rollout.part(step.part, self.args.steps_per_rollout))
+        if step.stage == DISCRIMINATOR:
+            loss = self._skip_policy()
+        elif step.stage == WARMUP:
+            loss = self._finite_or_skipped(self._warmup_pass(model, share))
+        elif rollout.advantages is None:  # the scores were no numbers
+            loss = self._finite_or_skipped(torch.tensor(torch.nan, device=self.accelerator.device))
+        else:
+            loss = self._finite_or_skipped(self._gad_pass(model, share))
+        if step.last:
+            self.rollout = None
+        self._step += 1
+        self.clock.mark("optimizer")
+        return loss
+
+    def _start_rollout(self, step: Step, groups: list[Group]) -> None:
+        """Sample, score, update the discriminator, and prepare what the policy steps on this batch need."""
+        with self.clock.phase("rollout"):
+            seed = sampling_seed(self.args.seed, step.rollout, self.accelerator.process_index)
+            samples = self.sampler.sample(self.model_wrapped, groups, self.num_generations, seed)
+        rollout = self.rollout = Rollout(step.rollout, groups, samples)
+        with self.clock.phase("discriminator"):
+            self.scores, metrics = self.adversary.score_and_update(rollout)
+        self.add_flos(self.discriminator, metrics["tokens/discriminator"])
+        table = sample_table(rollout, self.scores.teacher, self.scores.students).to(self.accelerator.device)
+        metrics |= rollout_metrics(self.accelerator.gather(table).cpu())
+        rewards = self.scores.students.flatten()[:, None]
+        if step.stage == GAD:
+            with self.clock.phase("rewards"):
+                rewards = self._set_advantages(rollout, metrics)
+            if self.args.steps_per_rollout > 1:
+                with self.clock.phase("old_logps"):
+                    self._old_log_probs(rollout)
+        self.add_metrics(metrics)
+        if self.log_completions:
+            self._log_rollout(rollout, rewards)
+
+    def _old_log_probs(self, rollout: Rollout) -> None:
+        """Of the samples that later steps train on: the policy as it is now is the one that wrote them."""
+        num_parts = self.args.steps_per_rollout
+        later = [g for part in range(1, num_parts) for g in rollout.part(part, num_parts)]
+        self.no_grad_pass(self.model_wrapped, Share.of(rollout, later), rollout.old_logps)
+
+    def _warmup_pass(self, model: torch.nn.Module, share: Share) -> torch.Tensor:
+        """Cross-entropy per token of the teacher's responses, at temperature 1; leaves its gradient."""
+        groups = share.groups
+        num_tokens = self.sum_over_processes(sum(len(group.teacher_ids) for group in groups))
+        total = torch.zeros((), device=self.accelerator.device)
+        with self.clock.phase("policy"):
+            for cut in self.cuts(model, groups, [[group.teacher_ids] for group in groups]):
+                logps, _, _ = log_probs(model, cut.pack, compute_entropy=False, at_temperature_one=True)
+                loss = -logps.sum() * self.accelerator.num_processes / num_tokens
+                self.accelerator.backward(loss)
+                total += loss.detach()
+        self.add_metrics({"warmup/cross_entropy": self.mean_over_processes(total)})
+        return total
+
+    def _gad_pass(self, model: torch.nn.Module, share: Share) -> torch.Tensor:
+        """TRL's policy loss over the samples of `share`; leaves its gradient."""
+        if self.beta != 0.0 and not all(member in share.rollout.ref_logps for member in share.all_members()):
+            assert self.reference is not None
+            with self.clock.phase("reference"):
+                self.no_grad_pass(self.reference, share, share.rollout.ref_logps)
+        with self.clock.phase("policy"):
+            return self.policy_pass(model, share)
+
+    def take_snapshot(self) -> None:
+        """Freeze the policy as it is now: the reference of the KL term."""
+        reference = snapshot(self._skeleton)
+        add_heads(reference, self.temperature, self.args.cast_lm_head_to_fp32)
+        use_packed_attention(reference)
+        reference.to(self.accelerator.device)
+        self.reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    # ---- Steps left out ----
+
+    def _skip_policy(self) -> torch.Tensor:
+        """No update of the policy: no gradients (zeros would still move AdamW), and its schedule waits."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.lr_scheduler.hold = True
+        return torch.zeros((), device=self.accelerator.device)
+
+    def _finite_or_skipped(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, or a skipped update where it is not finite on any process."""
+        if not torch.isfinite(self.accelerator.reduce(loss.clone(), reduction="sum")):
+            self.num_policy_skipped += 1
+            loss = self._skip_policy()
+        self.add_metrics({"policy/skipped": self.num_policy_skipped})
+        return loss
+
+    # ---- Rewards ----
+
+    def _discriminator_reward(self, **kwargs: Any) -> list[float]:
+        """The discriminator as TRL's first reward function: the scores of this rollout batch."""
+        assert self.scores is not None
+        return self.scores.students.flatten().tolist()
+
+    def _set_advantages(self, rollout: Rollout, metrics: dict[str, float]) -> torch.Tensor:
+        """
+        Rewards of all functions and the advantages. Scores that are no numbers leave the rollout without advantages.
+
+        Returns:
+            `torch.Tensor` of shape `(B * G, functions)`: This process's rewards.
+        """
+        assert self.scores is not None
+        flat = [
+            (group, sample)
+            for group, samples in zip(rollout.groups, rollout.samples, strict=True)
+            for sample in samples
+        ]
+        texts = self._tokenizer.batch_decode([sample.ids for _, sample in flat], skip_special_tokens=True)
+        inputs = [{**group.columns, **({"images": group.images} if group.images else {})} for group, _ in flat]
+        rewards = self._calculate_rewards(
+            inputs,
+            [group.prompt for group, _ in flat],
+            [[{"role": "assistant", "content": text}] for text in texts],
+            [sample.ids for _, sample in flat],
+        ).cpu()  # all processes, (N, functions)
+        own = slice(self.accelerator.process_index * len(flat), (self.accelerator.process_index + 1) * len(flat))
+        empty = torch.tensor([not sample.ids for _, sample in flat], device=self.accelerator.device)
+        rewards[self.accelerator.gather(empty).cpu()] = torch.nan
+        result, total = advantages(
+            rewards, self.reward_weights.cpu(), self.num_generations, self.scale_rewards,
+            self.multi_objective_aggregation,
+        )  # fmt: skip
+        finite = torch.tensor(float(self.scores.finite), device=self.accelerator.device)
+        if self.mean_over_processes(finite) == 1.0:
+            rollout.advantages = result[own].view(len(rollout.groups), self.num_generations)
+        groups = total.view(-1, self.num_generations)
+        metrics["reward"] = float(total.nanmean())
+        metrics["reward_std"] = float(nanstd(total))
+        metrics["frac_reward_zero_std"] = float((groups - groups[:, :1]).abs().nansum(dim=1).eq(0).float().mean())
+        for name, column in zip(self.reward_func_names, rewards.T, strict=True):
+            metrics[f"rewards/{name}/mean"] = float(column.nanmean())
+            metrics[f"rewards/{name}/std"] = float(nanstd(column))
+        return rewards[own]
+
+    def _log_rollout(self, rollout: Rollout, rewards: torch.Tensor) -> None:
+        """What `log_completions` shows: one row per sample, with its prompt, picture, teacher and scores."""
+        assert self.scores is not None
+        count = self.num_generations
+        teacher_scores = self.scores.teacher.repeat_interleave(count).tolist()
+        zeros = torch.zeros(len(rollout.groups), count)
+        shown = (rollout.advantages if rollout.advantages is not None else zeros).flatten().tolist()
+        texts = self._tokenizer.batch_decode([s.ids for row in rollout.samples for s in row], skip_special_tokens=True)
+        columns = {
+            "prompt": [group.prompt for group in rollout.groups for _ in range(count)],
+            "completion": [[{"role": "assistant", "content": text}] for text in texts],
+            "advantages": shown,
+            "teacher": [group.teacher_text for group in rollout.groups for _ in range(count)],
+            "teacher_score": teacher_scores,
+            "images": [group.images for group in rollout.groups for _ in range(count)],
+        }
+        gathered = {name: gather_object(values) for name, values in columns.items()}
+        for name in ("prompt", "completion", "advantages"):
+            self._logs[name].extend(gathered[name])
+        for name in ("teacher", "teacher_score"):
+            self._logs["extra"][name].extend(gathered[name])
+        for name, column in zip(self.reward_func_names, rewards.T, strict=False):
+            self._logs["rewards"][name].extend(gather_object(column.tolist()))
+        if self.log_multimodal and any(gathered["images"]):
+            self._logs["images"].extend(gathered["images"])
+
+    # ---- Evaluation ----
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """
+        Samples `num_generations_eval` answers to every prompt and scores them beside the teacher's responses.
+
+        Returns:
+            `dict[str, float]`: The metrics listed in the README, with `metric_key_prefix` before their names.
+        """
+        eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if eval_dataset is None:
+            raise ValueError("Evaluation needs data: pass `eval_dataset` here or to the trainer.")
+        if isinstance(eval_dataset, dict):
+            results = [
+                self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}")
+                for name, dataset in eval_dataset.items()
+            ]
+            return {name: value for result in results for name, value in result.items()}
+        self.model.eval()
+        metrics = run_evaluation(self, eval_dataset, metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.clock.restart()
+        return metrics
+
+    # ---- Saving ----
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """The policy as TRL saves it, the discriminator beside it in `discriminator/`."""
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            checkpoint.save_models(output_dir, self.discriminator, self._given_args)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        checkpoint.save_run(output_dir, self)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoint.load_discriminator(resume_from_checkpoint, self.discriminator)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint_folder)
+        if checkpoint_folder is not None:
+            checkpoint.load_run(checkpoint_folder, self)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        checkpoint.load_discriminator(self.state.best_model_checkpoint, self.discriminator)
+
+
+class _StepLoader:
+    """What transformers' loop iterates over: one item per optimizer step, from the present step on."""
+
+    def __init__(self, trainer: GADTrainer):
+        self.trainer = trainer
+        self.dataset = trainer.train_dataset
+
+    def __len__(self) -> int:
+        return self.trainer.step_plan.max_steps
+
+    def rollouts(self, start: int) -> RolloutLoader:
+        """This process's groups of every rollout batch from `start` on."""
+        trainer, args = self.trainer, self.trainer.args
+        return RolloutLoader(
+            trainer.train_dataset,
+            trainer.reader,
+            rows=trainer.rows,
+            prompts_per_rollout=args.prompts_per_rollout,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            start=start,
+            stop=trainer.step_plan.num_rollouts,
+            shuffle=bool(args.shuffle_dataset),
+            rank=trainer.accelerator.process_index,
+            num_processes=trainer.accelerator.num_processes,
+            num_workers=args.dataloader_num_workers,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        trainer, plan = self.trainer, self.trainer.step_plan
+        begin = trainer.state.global_step
+        first = plan.at(begin)
+        rollouts = iter(self.rollouts(first.rollout if first.first else first.rollout + 1))
+        for number in range(begin, plan.max_steps):
+            step = plan.at(number)
+            groups = None
+            if step.first:
+                with trainer.clock.phase("data"):
+                    index, groups = next(rollouts)
+                assert index == step.rollout
+            yield {"step": step, "groups": groups}
+
+
+class _StepEnd(TrainerCallback):
+    """Closes the clock of a step, and turns the single epoch of transformers' loop into those of the dataset."""
+
+    def __init__(self, trainer: GADTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, plan = self.trainer, self.trainer.step_plan
+        trainer.clock.close("optimizer")
+        trainer.add_metrics(trainer.clock.reset())
+        epochs_per_rollout = args.prompts_per_rollout / len(trainer.rows)
+        step = plan.at(state.global_step - 1)
+        state.epoch = (step.rollout + step.last) * epochs_per_rollout
+        before = step.rollout * epochs_per_rollout
+        if step.last and int(before) < int(state.epoch) and state.global_step < state.max_steps:
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == "epoch"
+            control.should_log |= args.logging_strategy == "epoch"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.clock.restart()

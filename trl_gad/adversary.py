@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import Trainer
 
 from trl_gad.batch import Rollout
@@ -42,7 +41,7 @@ class Adversary:
         cutter: Makes the micro-batches.
     """
 
-    def __init__(self, discriminator: Discriminator, accelerator: Accelerator, args: GADConfig, cutter: Cutter):
+    def __init__(self, discriminator: Discriminator, accelerator: Any, args: GADConfig, cutter: Cutter):
         self.module = discriminator  # unwrapped
         self.wrapped: torch.nn.Module = discriminator
         self.accelerator = accelerator
@@ -53,7 +52,7 @@ class Adversary:
 
     def prepare(self, decay_parameters: list[str], num_steps: int) -> None:
         """Optimizer and schedule over the run's `num_steps` discriminator steps; wraps the module for training."""
-        args = copy.copy(self.args)
+        args: Any = copy.copy(self.args)
         args.learning_rate = args.discriminator_learning_rate
         optimizer_cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, self.module.base)
         if {"params", "model", "optimizer_dict"} & set(kwargs) or not isinstance(optimizer_cls, type):

@@ -15,7 +15,8 @@ from trl_gad.models import check_precision, structural_copy
 
 def load_model(path: str, args: GADConfig, quantization_config: Any = None) -> PreTrainedModel:
     """A model as TRL's trainers load it: by the class its configuration names, in float32 unless told otherwise."""
-    kwargs = dict(args.model_init_kwargs or {})
+    given: Any = args.model_init_kwargs or {}  # a dict: transformers has parsed a string
+    kwargs: dict[str, Any] = dict(given)
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
     if args.world_size > 1:

@@ -92,7 +92,8 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
 def _load_rollout(path: Path, trainer: "GADTrainer") -> Rollout:
     """The rollout batch in work: its prompts are read again, its samples are those of the file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    groups = [trainer.reader.read(row, trainer.train_dataset[row]) for row in state.pop("rows")]
+    dataset: Any = trainer.train_dataset
+    groups = [trainer.reader.read(row, dataset[row]) for row in state.pop("rows")]
     samples = [[Sample(**sample) for sample in row] for row in state.pop("samples")]
     return Rollout(groups=groups, samples=samples, **state)
 

@@ -5,8 +5,9 @@ An option of `GRPOConfig` either works as TRL documents it or is refused here, w
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 
 PROMPTS_PER_STEP = 256  # the paper's batch, when `gradient_accumulation_steps` is left unset
@@ -25,7 +26,15 @@ class GADConfig(GRPOConfig):
     Only what [`~trl.GRPOConfig`] does not have, or has with another default, is listed in this class.
     """
 
-    # Other defaults than GRPOConfig
+    # Other defaults or types than GRPOConfig
+    num_generations: int = field(default=8, metadata={"help": "Samples of the student per prompt, G."})
+    generation_batch_size: Any = field(
+        default=None,
+        metadata={
+            "help": "Completions per rollout batch, over all processes. Unset: those of one optimizer step (or of "
+            "`steps_per_generation`, as in TRL)."
+        },
+    )
     temperature: float = field(default=0.8, metadata={"help": "Sampling temperature of the student."})
     beta: float = field(
         default=0.001,
@@ -39,7 +48,7 @@ class GADConfig(GRPOConfig):
         default=1536, metadata={"help": "Longest response in tokens, end token included, of student and teacher."}
     )
     save_steps: float = field(default=50, metadata={"help": "Save a checkpoint every so many optimizer steps."})
-    gradient_accumulation_steps: int | None = field(  # type: ignore[assignment]
+    gradient_accumulation_steps: Any = field(
         default=None,
         metadata={
             "help": "With `per_device_train_batch_size` and the number of processes it sets the completions per "

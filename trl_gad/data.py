@@ -12,7 +12,7 @@ column, value and the way out. This module knows nothing of models and processes
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -570,22 +570,24 @@ class DataReport:
 
 @dataclass
 class _Refusal:
+    """A `RowError` as a value: raised in a worker process, it would arrive wrapped in the worker's traceback."""
+
     kind: type[RowError]
     message: str
 
 
-class _Measures(torch.utils.data.Dataset):
-    """Maps a list of row indices to their sizes or refusals."""
+class _Read(torch.utils.data.Dataset):
+    """Maps a list of row indices to what a method of the reader makes of each row."""
 
-    def __init__(self, rows: _Rows, reader: RowReader):
-        self.rows, self.reader = rows, reader
+    def __init__(self, rows: _Rows, method: Callable[[int, dict[str, Any]], Any]):
+        self.rows, self.method = rows, method
 
-    def __getitem__(self, indices: list[int]) -> list[RowLengths | _Refusal]:
-        return [self._measure(index) for index in indices]
+    def __getitem__(self, indices: list[int]) -> list[Any]:
+        return [self._read(index) for index in indices]
 
-    def _measure(self, index: int) -> RowLengths | _Refusal:
+    def _read(self, index: int) -> Any:
         try:
-            return self.reader.measure(index, self.rows[index])
+            return self.method(index, self.rows[index])
         except RowError as error:
             return _Refusal(type(error), str(error))
 
@@ -623,7 +625,7 @@ def check_dataset(
         OverlongTeacherError: reader.overlong_teachers == "drop",
     }
     chunks = [list(range(i, min(i + CHUNK, len(source)))) for i in range(0, len(source), CHUNK)]
-    outcomes = _ordered(_Measures(source, reader), chunks, num_workers, ahead=4 * num_workers)
+    outcomes = _ordered(_Read(source, reader.measure), chunks, num_workers, ahead=4 * num_workers)
     report = DataReport(num_rows=len(source))
     lengths: list[RowLengths] = []
     with tqdm(
@@ -710,16 +712,6 @@ def prompts_of_rollout(
     return rows
 
 
-class _Groups(torch.utils.data.Dataset):
-    """Maps a row index to its group."""
-
-    def __init__(self, rows: _Rows, reader: RowReader):
-        self.rows, self.reader = rows, reader
-
-    def __getitem__(self, index: int) -> Group:
-        return self.reader.read(index, self.rows[index])
-
-
 class RolloutLoader:
     """Gives `(rollout_index, groups of this rank)`, from rollout `start` up to `stop` (not included).
 
@@ -764,7 +756,7 @@ class RolloutLoader:
             )
         if not rows:
             raise ValueError("The loader needs at least one row, got none. See the report of check_dataset.")
-        self.groups = _Groups(_Rows(dataset), reader)
+        self.read = _Read(_Rows(dataset), reader.read)
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.start, self.stop = start, stop
         self.prompts_per_rollout, self.rank = prompts_per_rollout, rank
@@ -783,26 +775,27 @@ class RolloutLoader:
         return [self.rows[place] for place in places[first : first + self.prompts_per_rank]]
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
-        keys = _Lazy(self)
-        groups = _ordered(self.groups, keys, self.num_workers, self.prefetch_rows)
+        results = _ordered(self.read, _Keys(self), self.num_workers, self.prefetch_rows)
         for rollout_index in range(self.start, self.stop):
-            yield rollout_index, [self._own(next(groups)) for _ in range(self.prompts_per_rank)]
+            yield rollout_index, [self._own(next(results)[0]) for _ in range(self.prompts_per_rank)]
 
-    def _own(self, group: Group) -> Group:
+    def _own(self, result: Group | _Refusal) -> Group:
+        if isinstance(result, _Refusal):
+            raise result.kind(result.message)
         if self.num_workers:
-            for picture in group.pictures:
+            for picture in result.pictures:
                 # A tensor from a worker keeps a file descriptor open for as long as it lives; a large rollout would
                 # use them up.
                 picture.pixel_values = picture.pixel_values.clone()
-        return group
+        return result
 
 
-class _Lazy:
-    """The loader's row indices, rollout after rollout, worked out when they are needed."""
+class _Keys:
+    """The loader's row indices one by one, rollout after rollout, worked out when they are needed."""
 
     def __init__(self, loader: RolloutLoader):
         self.loader = loader
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[list[int]]:
         for rollout_index in range(self.loader.start, self.loader.stop):
-            yield from self.loader.rows_of_rollout(rollout_index)
+            yield from ([row] for row in self.loader.rows_of_rollout(rollout_index))

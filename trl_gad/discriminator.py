@@ -52,7 +52,7 @@ class Discriminator(nn.Module):
         return self.backbone.config
 
     @property
-    def base(self) -> PreTrainedModel:
+    def base(self) -> Any:
         """The backbone without adapters around it."""
         return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone
 
@@ -71,7 +71,7 @@ class Discriminator(nn.Module):
 
     @classmethod
     def from_policy(
-        cls, model: PreTrainedModel, peft_config: PeftConfig | None = None, share_base: bool = False
+        cls, model: "PreTrainedModel | PeftModel", peft_config: PeftConfig | None = None, share_base: bool = False
     ) -> "Discriminator":
         """
         A discriminator that starts from the policy's weights, with a new head.
@@ -81,6 +81,7 @@ class Discriminator(nn.Module):
             peft_config: Train adapters only.
             share_base: Keep the policy's own parameters under the adapters, for a policy that does not train them.
         """
+        backbone: Any
         if isinstance(model, PeftModel):
             own_parameters(model)  # merging writes into the base weights
             backbone = model.merge_and_unload().base_model
@@ -106,7 +107,7 @@ class Discriminator(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         state_dict = self.state_dict() if state_dict is None else state_dict
         of_backbone = {k.removeprefix("backbone."): v for k, v in state_dict.items() if k.startswith("backbone.")}
-        self.backbone.save_pretrained(folder, state_dict=of_backbone)
+        self.backbone.save_pretrained(str(folder), state_dict=of_backbone)
         save_file({"weight": state_dict["score.weight"].contiguous()}, folder / HEAD_FILE)
         base_model = self.base.config._name_or_path if isinstance(self.backbone, PeftModel) else None
         (folder / CONFIG_FILE).write_text(json.dumps({"base_model": base_model}, indent=2) + "\n")

@@ -1,9 +1,9 @@
 """Cuts a list of groups into the packs of its forwards, for policy, reference and discriminator alike."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import PretrainedConfig
 
 from trl_gad.batch import Group, Pack, Row
@@ -32,7 +32,7 @@ class Cutter:
         accelerator: For the largest number of micro-batches over the processes.
     """
 
-    def __init__(self, config: PretrainedConfig, budget: int, share_prompt: bool, accelerator: Accelerator):
+    def __init__(self, config: PretrainedConfig, budget: int, share_prompt: bool, accelerator: Any):
         self.config = config
         self.budget = budget
         self.share_prompt = share_prompt

@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts: does the discriminator still tell teacher from student, and how does the student do."""
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -51,4 +52,5 @@ def run_evaluation(trainer: "GADTrainer", dataset: Any, prefix: str) -> dict[str
     metrics["discriminator/loss"] = sum(loss for loss, _ in losses) / max(sum(pairs for _, pairs in losses), 1)
     metrics["loss"] = metrics["discriminator/loss"]  # transformers' default for the best checkpoint
     metrics["runtime"] = time.perf_counter() - begin
-    return {f"{prefix}_{name}": value for name, value in metrics.items()}
+    # A metric of nothing (no sample ended by itself, say) is NaN: left out
+    return {f"{prefix}_{name}": value for name, value in metrics.items() if not math.isnan(value)}

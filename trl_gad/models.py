@@ -7,10 +7,10 @@ memory: it has modules of its own and the policy's very parameters until they ar
 
 import copy
 import logging
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 SPARED_SHARE = 0.5  # more rounded-away parameters than this are an error
 
 
-def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
+def structural_copy(model: Any) -> Any:
     """The same modules anew, with the same `Parameter` objects. Buffers are copied, for they do not move together."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
@@ -38,7 +38,7 @@ def own_parameters(model: nn.Module, *, trainable_only: bool = False) -> None:
             module.register_parameter(name, clones[id(parameter)])
 
 
-def snapshot(skeleton: PreTrainedModel) -> PreTrainedModel:
+def snapshot(skeleton: Any) -> Any:
     """
     Turn a structural copy of the policy into the frozen reference: what the policy trains is cloned as it is now, what
     is frozen anyway (the base model under LoRA) stays shared.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from trl_gad.batch import Group, Rollout
 from trl_gad.engine import Cut, Cutter
@@ -58,6 +58,16 @@ class Share:
 
 class PackedGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` whose policy loss runs on packs. A subclass sets `cutter` and calls `policy_pass`."""
+
+    # Optional or a union for TRL and transformers; set and of one kind once the trainer is built
+    args: Any
+    accelerator: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    processing_class: Any
+    num_generations: int
+    num_generations_eval: int
 
     cutter: Cutter
     step_flos = 0.0

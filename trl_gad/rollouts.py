@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationConfig
-from trl.models import unwrap_model_for_generation
+from trl.models.utils import unwrap_model_for_generation
 
 from trl_gad.attention import native_attention
 from trl_gad.batch import Group, Sample
@@ -36,7 +35,7 @@ class TransformersSampler:
     """
 
     def __init__(
-        self, accelerator: Accelerator, generation_kwargs: dict[str, Any], banned_ids: list[int],
+        self, accelerator: Any, generation_kwargs: dict[str, Any], banned_ids: list[int],
         image_token_ids: tuple[int, int] | None, gradient_checkpointing_kwargs: dict | None,
     ):  # fmt: skip
         self.accelerator = accelerator

@@ -8,17 +8,13 @@ data, rollouts, packing, planner, attention, forward, engine, adversary, trainer
 import copy
 import logging
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import SaveStrategy
-from trl.trainer.utils import nanstd
 
 from trl_gad import checkpoint
 from trl_gad.adversary import Adversary, Scores
@@ -26,17 +22,18 @@ from trl_gad.attention import use_packed_attention
 from trl_gad.batch import Group, Rollout
 from trl_gad.build import build_models
 from trl_gad.config import GADConfig
-from trl_gad.data import RolloutLoader, RowReader, check_dataset
+from trl_gad.data import RowReader, check_dataset
 from trl_gad.discriminator import Discriminator
 from trl_gad.engine import Cutter
 from trl_gad.evaluation import run_evaluation
 from trl_gad.forward import add_heads, add_warmup_head, is_vision_model, log_probs
-from trl_gad.losses import advantages
+from trl_gad.loop import StepEnd, StepLoader
 from trl_gad.metrics import Clock, rollout_metrics, sample_table
 from trl_gad.models import snapshot
 from trl_gad.packed_grpo import PackedGRPOTrainer, Share
+from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
-from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, Step, StepPlan, make_plan, stage_schedule
+from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, Step, make_plan, stage_schedule
 
 
 logger = logging.getLogger(__name__)
@@ -145,18 +142,20 @@ class GADTrainer(PackedGRPOTrainer):
         model, discriminator, self._skeleton = build_models(
             model, discriminator, self._given_args, peft_config, discriminator_peft_config, quantization_config
         )
-        reward_funcs = [] if reward_funcs is None else reward_funcs
-        reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        extra: Any = [] if reward_funcs is None else reward_funcs
+        extra = extra if isinstance(extra, list) else [extra]
         if reward_processing_classes is not None and not isinstance(reward_processing_classes, list):
             reward_processing_classes = [reward_processing_classes]
+        of_rewards: Any = [None, *reward_processing_classes] if reward_processing_classes else None
+        held_out: Any = eval_dataset
         super().__init__(
             model=model,
-            reward_funcs=[self._discriminator_reward, *reward_funcs],
+            reward_funcs=[self._discriminator_reward, *extra],
             args=args,
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            eval_dataset=held_out,
             processing_class=processing_class,
-            reward_processing_classes=[None, *reward_processing_classes] if reward_processing_classes else None,
+            reward_processing_classes=of_rewards,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -171,7 +170,7 @@ class GADTrainer(PackedGRPOTrainer):
         self._prepare_data()
         self.adversary = Adversary(discriminator.to(self.accelerator.device), self.accelerator, self.args, self.cutter)
         use_packed_attention(discriminator.backbone)
-        self.add_callback(_StepEnd(self))
+        self.add_callback(StepEnd(self))
 
     # ---- Building ----
 
@@ -224,7 +223,7 @@ class GADTrainer(PackedGRPOTrainer):
             max_completion_length=args.max_completion_length,
             overlong_prompts=args.overlong_prompts,
             overlong_teachers=args.overlong_teachers,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=args.chat_template_kwargs,
             max_pixels=args.max_pixels,
         )
         self.rows = self.usable_rows(self.train_dataset, "train_dataset")
@@ -252,13 +251,13 @@ class GADTrainer(PackedGRPOTrainer):
             if dataset is not None:
                 self.rows_for_evaluation(dataset)
 
-    def rows_for_evaluation(self, dataset: Dataset) -> list[int]:
+    def rows_for_evaluation(self, dataset: Any) -> list[int]:
         """The usable rows of an evaluation dataset, read once."""
         if id(dataset) not in self._eval_rows:
             self._eval_rows[id(dataset)] = self.usable_rows(dataset, "eval_dataset")
         return self._eval_rows[id(dataset)]
 
-    def usable_rows(self, dataset: Dataset, name: str) -> list[int]:
+    def usable_rows(self, dataset: Any, name: str) -> list[int]:
         """Reads every row of a dataset once; the rows that can be used, the same on all processes.
 
         Raises:
@@ -278,9 +277,9 @@ class GADTrainer(PackedGRPOTrainer):
 
     # ---- The run ----
 
-    def get_train_dataloader(self) -> "_StepLoader":
+    def get_train_dataloader(self) -> "StepLoader":
         """One item per optimizer step; the first of a rollout batch carries its groups."""
-        return _StepLoader(self)
+        return StepLoader(self)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The policy's learning rate: a schedule anew for each stage. Discriminator-only steps do not count."""
@@ -352,13 +351,13 @@ class GADTrainer(PackedGRPOTrainer):
         rewards = self.scores.students.flatten()[:, None]
         if step.stage == GAD:
             with self.clock.phase("rewards"):
-                rewards = self._set_advantages(rollout, metrics)
+                rewards = set_advantages(self, rollout, self.scores, metrics)
             if self.args.steps_per_rollout > 1:
                 with self.clock.phase("old_logps"):
                     self._old_log_probs(rollout)
         self.add_metrics(metrics)
         if self.log_completions:
-            self._log_rollout(rollout, rewards)
+            log_rollout(self, rollout, self.scores, rewards)
 
     def _old_log_probs(self, rollout: Rollout) -> None:
         """Of the samples that later steps train on: the policy as it is now is the one that wrote them."""
@@ -413,78 +412,10 @@ class GADTrainer(PackedGRPOTrainer):
         self.add_metrics({"policy/skipped": self.num_policy_skipped})
         return loss
 
-    # ---- Rewards ----
-
     def _discriminator_reward(self, **kwargs: Any) -> list[float]:
-        """The discriminator as TRL's first reward function: the scores of this rollout batch."""
+        """The discriminator as TRL's first reward function: the scores of the rollout batch in work."""
         assert self.scores is not None
         return self.scores.students.flatten().tolist()
-
-    def _set_advantages(self, rollout: Rollout, metrics: dict[str, float]) -> torch.Tensor:
-        """
-        Rewards of all functions and the advantages. Scores that are no numbers leave the rollout without advantages.
-
-        Returns:
-            `torch.Tensor` of shape `(B * G, functions)`: This process's rewards.
-        """
-        assert self.scores is not None
-        flat = [
-            (group, sample)
-            for group, samples in zip(rollout.groups, rollout.samples, strict=True)
-            for sample in samples
-        ]
-        texts = self._tokenizer.batch_decode([sample.ids for _, sample in flat], skip_special_tokens=True)
-        inputs = [{**group.columns, **({"images": group.images} if group.images else {})} for group, _ in flat]
-        rewards = self._calculate_rewards(
-            inputs,
-            [group.prompt for group, _ in flat],
-            [[{"role": "assistant", "content": text}] for text in texts],
-            [sample.ids for _, sample in flat],
-        ).cpu()  # all processes, (N, functions)
-        own = slice(self.accelerator.process_index * len(flat), (self.accelerator.process_index + 1) * len(flat))
-        empty = torch.tensor([not sample.ids for _, sample in flat], device=self.accelerator.device)
-        rewards[self.accelerator.gather(empty).cpu()] = torch.nan
-        result, total = advantages(
-            rewards, self.reward_weights.cpu(), self.num_generations, self.scale_rewards,
-            self.multi_objective_aggregation,
-        )  # fmt: skip
-        finite = torch.tensor(float(self.scores.finite), device=self.accelerator.device)
-        if self.mean_over_processes(finite) == 1.0:
-            rollout.advantages = result[own].view(len(rollout.groups), self.num_generations)
-        groups = total.view(-1, self.num_generations)
-        metrics["reward"] = float(total.nanmean())
-        metrics["reward_std"] = float(nanstd(total))
-        metrics["frac_reward_zero_std"] = float((groups - groups[:, :1]).abs().nansum(dim=1).eq(0).float().mean())
-        for name, column in zip(self.reward_func_names, rewards.T, strict=True):
-            metrics[f"rewards/{name}/mean"] = float(column.nanmean())
-            metrics[f"rewards/{name}/std"] = float(nanstd(column))
-        return rewards[own]
-
-    def _log_rollout(self, rollout: Rollout, rewards: torch.Tensor) -> None:
-        """What `log_completions` shows: one row per sample, with its prompt, picture, teacher and scores."""
-        assert self.scores is not None
-        count = self.num_generations
-        teacher_scores = self.scores.teacher.repeat_interleave(count).tolist()
-        zeros = torch.zeros(len(rollout.groups), count)
-        shown = (rollout.advantages if rollout.advantages is not None else zeros).flatten().tolist()
-        texts = self._tokenizer.batch_decode([s.ids for row in rollout.samples for s in row], skip_special_tokens=True)
-        columns = {
-            "prompt": [group.prompt for group in rollout.groups for _ in range(count)],
-            "completion": [[{"role": "assistant", "content": text}] for text in texts],
-            "advantages": shown,
-            "teacher": [group.teacher_text for group in rollout.groups for _ in range(count)],
-            "teacher_score": teacher_scores,
-            "images": [group.images for group in rollout.groups for _ in range(count)],
-        }
-        gathered = {name: gather_object(values) for name, values in columns.items()}
-        for name in ("prompt", "completion", "advantages"):
-            self._logs[name].extend(gathered[name])
-        for name in ("teacher", "teacher_score"):
-            self._logs["extra"][name].extend(gathered[name])
-        for name, column in zip(self.reward_func_names, rewards.T, strict=False):
-            self._logs["rewards"][name].extend(gather_object(column.tolist()))
-        if self.log_multimodal and any(gathered["images"]):
-            self._logs["images"].extend(gathered["images"])
 
     # ---- Evaluation ----
 
@@ -517,7 +448,7 @@ class GADTrainer(PackedGRPOTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The policy as TRL saves it, the discriminator beside it in `discriminator/`."""
-        output_dir = self.args.output_dir if output_dir is None else output_dir
+        output_dir = str(self.args.output_dir) if output_dir is None else output_dir
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             checkpoint.save_models(output_dir, self.discriminator, self._given_args)
@@ -537,69 +468,4 @@ class GADTrainer(PackedGRPOTrainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        checkpoint.load_discriminator(self.state.best_model_checkpoint, self.discriminator)
-
-
-class _StepLoader:
-    """What transformers' loop iterates over: one item per optimizer step, from the present step on."""
-
-    def __init__(self, trainer: GADTrainer):
-        self.trainer = trainer
-        self.dataset = trainer.train_dataset
-
-    def __len__(self) -> int:
-        return self.trainer.step_plan.max_steps
-
-    def rollouts(self, start: int) -> RolloutLoader:
-        """This process's groups of every rollout batch from `start` on."""
-        trainer, args = self.trainer, self.trainer.args
-        return RolloutLoader(
-            trainer.train_dataset,
-            trainer.reader,
-            rows=trainer.rows,
-            prompts_per_rollout=args.prompts_per_rollout,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            start=start,
-            stop=trainer.step_plan.num_rollouts,
-            shuffle=bool(args.shuffle_dataset),
-            rank=trainer.accelerator.process_index,
-            num_processes=trainer.accelerator.num_processes,
-            num_workers=args.dataloader_num_workers,
-        )
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        trainer, plan = self.trainer, self.trainer.step_plan
-        begin = trainer.state.global_step
-        first = plan.at(begin)
-        rollouts = iter(self.rollouts(first.rollout if first.first else first.rollout + 1))
-        for number in range(begin, plan.max_steps):
-            step = plan.at(number)
-            groups = None
-            if step.first:
-                with trainer.clock.phase("data"):
-                    index, groups = next(rollouts)
-                assert index == step.rollout
-            yield {"step": step, "groups": groups}
-
-
-class _StepEnd(TrainerCallback):
-    """Closes the clock of a step, and turns the single epoch of transformers' loop into those of the dataset."""
-
-    def __init__(self, trainer: GADTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, plan = self.trainer, self.trainer.step_plan
-        trainer.clock.close("optimizer")
-        trainer.add_metrics(trainer.clock.reset())
-        epochs_per_rollout = args.prompts_per_rollout / len(trainer.rows)
-        step = plan.at(state.global_step - 1)
-        state.epoch = (step.rollout + step.last) * epochs_per_rollout
-        before = step.rollout * epochs_per_rollout
-        if step.last and int(before) < int(state.epoch) and state.global_step < state.max_steps:
-            control.should_save |= args.save_strategy == SaveStrategy.EPOCH
-            control.should_evaluate |= args.eval_strategy == "epoch"
-            control.should_log |= args.logging_strategy == "epoch"
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.clock.restart()
+        checkpoint.load_discriminator(str(self.state.best_model_checkpoint), self.discriminator)

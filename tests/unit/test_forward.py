@@ -323,6 +323,7 @@ def test_the_layout_says_who_sees_whom() -> None:
     cu_q, cu_k = layout.cu_q.tolist(), layout.cu_k.tolist()
     assert (cu_q[-1], cu_k[-1]) == (23, len(layout.keys))
     for q, q_end, k, k_end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        assert q < q_end, "no sequence without a query"
         for i in range(q_end - q):  # aligned at the end: the last query sees all keys
             gathered[q + i, layout.keys[k : k_end - (q_end - q) + i + 1]] = True
     assert torch.equal(gathered, expected)

@@ -1,0 +1,78 @@
+"""What transformers' training loop sees of a run: one item per optimizer step, and the end of each step."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from trl_gad.data import RolloutLoader
+
+
+if TYPE_CHECKING:
+    from trl_gad.trainer import GADTrainer
+
+
+class StepLoader:
+    """What transformers' loop iterates over: one item per optimizer step, from the present step on."""
+
+    def __init__(self, trainer: "GADTrainer"):
+        self.trainer = trainer
+        self.dataset = trainer.train_dataset
+
+    def __len__(self) -> int:
+        return self.trainer.step_plan.max_steps
+
+    def rollouts(self, start: int) -> RolloutLoader:
+        """This process's groups of every rollout batch from `start` on."""
+        trainer, args = self.trainer, self.trainer.args
+        return RolloutLoader(
+            trainer.train_dataset,
+            trainer.reader,
+            rows=trainer.rows,
+            prompts_per_rollout=args.prompts_per_rollout,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            start=start,
+            stop=trainer.step_plan.num_rollouts,
+            shuffle=bool(args.shuffle_dataset),
+            rank=trainer.accelerator.process_index,
+            num_processes=trainer.accelerator.num_processes,
+            num_workers=args.dataloader_num_workers,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        trainer, plan = self.trainer, self.trainer.step_plan
+        begin = trainer.state.global_step
+        first = plan.at(begin)
+        rollouts = iter(self.rollouts(first.rollout if first.first else first.rollout + 1))
+        for number in range(begin, plan.max_steps):
+            step = plan.at(number)
+            groups = None
+            if step.first:
+                with trainer.clock.phase("data"):
+                    index, groups = next(rollouts)
+                assert index == step.rollout
+            yield {"step": step, "groups": groups}
+
+
+class StepEnd(TrainerCallback):
+    """Closes the clock of a step, and turns the single epoch of transformers' loop into those of the dataset."""
+
+    def __init__(self, trainer: "GADTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, plan = self.trainer, self.trainer.step_plan
+        trainer.clock.close("optimizer")
+        trainer.add_metrics(trainer.clock.reset())
+        epochs_per_rollout = args.prompts_per_rollout / len(trainer.rows)
+        step = plan.at(state.global_step - 1)
+        state.epoch = (step.rollout + step.last) * epochs_per_rollout
+        before = step.rollout * epochs_per_rollout
+        if step.last and int(before) < int(state.epoch) and state.global_step < state.max_steps:
+            control.should_save |= args.save_strategy == SaveStrategy.EPOCH
+            control.should_evaluate |= args.eval_strategy == "epoch"
+            control.should_log |= args.logging_strategy == "epoch"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.clock.restart()

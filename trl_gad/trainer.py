@@ -142,15 +142,15 @@ class GADTrainer(PackedGRPOTrainer):
         model, discriminator, self._skeleton = build_models(
             model, discriminator, self._given_args, peft_config, discriminator_peft_config, quantization_config
         )
-        extra: Any = [] if reward_funcs is None else reward_funcs
-        extra = extra if isinstance(extra, list) else [extra]
+        all_rewards: Any = [] if reward_funcs is None else reward_funcs
+        all_rewards = [self._discriminator_reward, *(all_rewards if isinstance(all_rewards, list) else [all_rewards])]
         if reward_processing_classes is not None and not isinstance(reward_processing_classes, list):
             reward_processing_classes = [reward_processing_classes]
         of_rewards: Any = [None, *reward_processing_classes] if reward_processing_classes else None
         held_out: Any = eval_dataset
         super().__init__(
             model=model,
-            reward_funcs=[self._discriminator_reward, *extra],
+            reward_funcs=all_rewards,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=held_out,

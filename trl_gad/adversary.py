@@ -15,7 +15,7 @@ from trl_gad.discriminator import Discriminator
 from trl_gad.engine import Cut, Cutter
 from trl_gad.forward import model_inputs
 from trl_gad.losses import bradley_terry
-from trl_gad.schedule import stage_schedule
+from trl_gad.schedule import StageLR
 
 
 MAX_SKIPPED_IN_A_ROW = 5
@@ -71,7 +71,7 @@ class Adversary:
                 self.module.base.enable_input_require_grads()
         optimizer = optimizer_cls(groups, **kwargs)
         self.wrapped, self.optimizer = self.accelerator.prepare(self.module, optimizer)
-        self.schedule = stage_schedule(
+        self.schedule = StageLR(
             self.optimizer, [(args.learning_rate, num_steps)], args.learning_rate, args.lr_scheduler_type,
             args.warmup_steps, args.lr_scheduler_kwargs,
         )  # fmt: skip

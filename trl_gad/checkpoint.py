@@ -18,6 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from trl_gad.batch import Rollout, Sample
 from trl_gad.discriminator import Discriminator
+from trl_gad.schedule import StepPlan
 
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def save_run(folder: str, trainer: "GADTrainer") -> None:
     if trainer.args.should_save:
         state = {
             "adversary": trainer.adversary.state_dict(),
+            "plan": asdict(trainer.step_plan),
             "num_policy_skipped": trainer.num_policy_skipped,
             "num_processes": trainer.accelerator.num_processes,
         }
@@ -72,6 +74,9 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
     """
     path = Path(folder)
     state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
+    plan = StepPlan(**state["plan"])
+    if plan.max_steps < trainer.step_plan.max_steps and plan.gad_start < trainer.step_plan.gad_start:
+        trainer.set_plan(plan)  # the warm-up was ended early
     trainer.adversary.load_state_dict(state["adversary"])
     trainer.num_policy_skipped = state["num_policy_skipped"]
     if (path / REFERENCE_FILE).exists():

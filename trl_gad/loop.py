@@ -41,12 +41,13 @@ class StepLoader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        trainer, plan = self.trainer, self.trainer.step_plan
-        begin = trainer.state.global_step
-        first = plan.at(begin)
+        trainer = self.trainer
+        number = trainer.state.global_step
+        first = trainer.step_plan.at(number)
         rollouts = iter(self.rollouts(first.rollout if first.first else first.rollout + 1))
-        for number in range(begin, plan.max_steps):
-            step = plan.at(number)
+        while number < trainer.step_plan.max_steps:
+            step = trainer.step_plan.at(number)  # the plan may have changed
+            number += 1
             groups = None
             if step.first:
                 with trainer.clock.phase("data"):

@@ -6,7 +6,8 @@ num_iterations` in the third. D takes one step per rollout batch.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import Optimizer
@@ -80,6 +81,13 @@ class StepPlan:
         rest = num_rollouts - alone - warmup
         return alone + self.steps_per_rollout * (warmup + rest * self.num_iterations)
 
+    def with_warmup_ended(self, num_rollouts: int) -> "StepPlan":
+        """The same plan when the warm-up ends after the run's first `num_rollouts` rollout batches; stage 2 keeps its
+        length."""
+        num_warmup = min(max(num_rollouts - self.num_discriminator_rollouts, 0), self.num_warmup_rollouts)
+        saved = (self.num_warmup_rollouts - num_warmup) * self.steps_per_rollout
+        return replace(self, num_warmup_rollouts=num_warmup, max_steps=self.max_steps - saved)
+
 
 def make_plan(
     *, num_rows: int, prompts_per_rollout: int, steps_per_rollout: int, num_iterations: int, max_steps: int,
@@ -102,10 +110,29 @@ def make_plan(
     return plan
 
 
-class HoldableLR(LambdaLR):
-    """`LambdaLR` that stays where it is for the steps in which its model was not updated."""
+class StageLR(LambdaLR):
+    """
+    A learning rate schedule that starts anew in every stage, stays where it is for steps that did not update its
+    model (`hold`), and whose stages can become shorter while it runs.
+
+    Args:
+        stages: (learning rate, number of steps) of each stage in order; the last one goes on for ever.
+        base_lr: The learning rate of the optimizer, which the stages' are relative to.
+        name: One of transformers' schedules that are a function of the step.
+        warmup_steps: Of each stage, a number of steps or (below 1) a share of the stage, as in transformers.
+        kwargs: `lr_scheduler_kwargs`.
+    """
 
     hold = False
+
+    def __init__(
+        self, optimizer: Optimizer, stages: list[tuple[float, int]], base_lr: float, name: str, warmup_steps: float,
+        kwargs: dict | None,
+    ):  # fmt: skip
+        self.stages = list(stages)
+        self._base_lr, self._name, self._warmup_steps, self._kwargs = base_lr, name, warmup_steps, kwargs
+        self._functions = [self._function(steps) for _, steps in stages]
+        super().__init__(optimizer, self._factor)
 
     def step(self, epoch: int | None = None) -> None:
         if self.hold:
@@ -113,44 +140,35 @@ class HoldableLR(LambdaLR):
             return
         super().step(epoch)
 
+    def shorten(self, stage: int, num_steps: int) -> None:
+        """Stage `stage` ends after `num_steps`. The last stage's curve is fitted to it; an earlier one's is cut off."""
+        lr, _ = self.stages[stage]
+        self.stages[stage] = (lr, num_steps)
+        if stage == len(self.stages) - 1:
+            self._functions[stage] = self._function(num_steps)
 
-def _factor(name: str, num_warmup_steps: int, num_steps: int, kwargs: dict | None):
-    """The factor that transformers' schedule `name` gives at each step of a stage of `num_steps`."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_scheduler(
-        name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=max(num_steps, 1),
-        scheduler_specific_kwargs=kwargs,
-    )  # fmt: skip
-    if not isinstance(schedule, LambdaLR):
-        raise ValueError(
-            f"GAD needs a learning rate schedule that is a function of the step, got lr_scheduler_type={name!r}. Use "
-            "for example `linear`, `cosine` or `constant`."
-        )
-    return schedule.lr_lambdas[0]
+    def _factor(self, step: int) -> float:
+        for (lr, num_steps), function in zip(self.stages[:-1], self._functions, strict=False):
+            if step < num_steps:
+                return lr / self._base_lr * function(step)
+            step -= num_steps
+        return self.stages[-1][0] / self._base_lr * self._functions[-1](step)
 
+    def _function(self, num_steps: int) -> Callable[[int], float]:
+        """The factor that transformers' schedule gives at each step of a stage of `num_steps`."""
+        share = 0 < self._warmup_steps < 1
+        rise = math.ceil(self._warmup_steps * num_steps) if share else min(int(self._warmup_steps), num_steps)
+        schedule = get_scheduler(
+            self._name, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), num_warmup_steps=rise,
+            num_training_steps=max(num_steps, 1), scheduler_specific_kwargs=self._kwargs,
+        )  # fmt: skip
+        if not isinstance(schedule, LambdaLR):
+            raise ValueError(
+                f"GAD needs a learning rate schedule that is a function of the step, got lr_scheduler_type="
+                f"{self._name!r}. Use for example `linear`, `cosine` or `constant`."
+            )
+        return schedule.lr_lambdas[0]
 
-def stage_schedule(
-    optimizer: Optimizer, stages: list[tuple[float, int]], base_lr: float, name: str, warmup_steps: float,
-    kwargs: dict | None,
-) -> HoldableLR:  # fmt: skip
-    """A schedule that starts anew in every stage.
-
-    Args:
-        stages: (learning rate, number of steps) of each stage in order; the last one goes on for ever.
-        base_lr: the learning rate of the optimizer, which the stages' are relative to.
-        warmup_steps: of each stage, a number of steps or (below 1) a share of the stage, as in transformers.
-    """
-    parts = []
-    for lr, steps in stages:
-        rise = math.ceil(warmup_steps * steps) if 0 < warmup_steps < 1 else min(int(warmup_steps), steps)
-        parts.append((lr / base_lr, steps, _factor(name, rise, steps, kwargs)))
-
-    def factor(step: int) -> float:
-        for scale, steps, function in parts[:-1]:
-            if step < steps:
-                return scale * function(step)
-            step -= steps
-        scale, _, function = parts[-1]
-        return scale * function(step)
-
-    return HoldableLR(optimizer, factor)
+    def state_dict(self) -> dict:
+        """The place in the schedule; the lengths of the stages are part of the run's plan."""
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}

@@ -33,7 +33,7 @@ from trl_gad.models import snapshot
 from trl_gad.packed_grpo import PackedGRPOTrainer, Share
 from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
-from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, Step, make_plan, stage_schedule
+from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, StageLR, Step, StepPlan, make_plan
 
 
 logger = logging.getLogger(__name__)
@@ -286,14 +286,31 @@ class GADTrainer(PackedGRPOTrainer):
         if self.lr_scheduler is None:
             args, plan = self.args, self.step_plan
             warmup = min(plan.num_warmup_steps, max(num_training_steps - plan.num_discriminator_rollouts, 0))
-            stages = [(args.gad_warmup_learning_rate, warmup)] if warmup else []
-            stages.append((args.learning_rate, max(num_training_steps - plan.gad_start, 1)))
-            self.lr_scheduler = stage_schedule(
+            stages = [
+                (args.gad_warmup_learning_rate, warmup),
+                (args.learning_rate, max(num_training_steps - plan.gad_start, 1)),
+            ]
+            self.lr_scheduler = StageLR(
                 self.optimizer if optimizer is None else optimizer, stages, args.learning_rate,
                 args.lr_scheduler_type, args.warmup_steps, args.lr_scheduler_kwargs,
             )  # fmt: skip
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def end_warmup(self) -> None:
+        """
+        Start stage 2 with the next rollout batch, for a callback that watches how far stage 1 has come. Stage 2 keeps
+        its number of steps. Without effect in stage 2.
+        """
+        step = self.step_plan.at(self.state.global_step - 1) if self.state.global_step else None
+        self.set_plan(self.step_plan.with_warmup_ended(step.rollout + 1 if step else 0))
+
+    def set_plan(self, plan: StepPlan) -> None:
+        """Change the rest of the run to `plan`, whose stages are not longer than the present ones."""
+        self.step_plan = plan
+        self.args.max_steps = self.state.max_steps = plan.max_steps
+        self.lr_scheduler.shorten(0, plan.num_warmup_steps)
+        self.adversary.schedule.shorten(0, plan.num_rollouts)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         decay = self.get_decay_parameter_names(self.discriminator)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from trl_gad.batch import Rollout, Sample
-from trl_gad.discriminator import Discriminator
+from trl_gad.discriminator import HEAD_FILE, Discriminator
 from trl_gad.schedule import StepPlan
 
 
@@ -38,8 +39,11 @@ def save_models(folder: str, discriminator: Discriminator, args: Any) -> None:
 def load_discriminator(folder: str | Path, discriminator: Discriminator) -> None:
     """The weights of a checkpoint into the live discriminator."""
     saved = Path(folder) / DISCRIMINATOR_FOLDER
-    base = discriminator.base.config._name_or_path or None
-    loaded = Discriminator.from_pretrained(saved, base_model=base, dtype=discriminator.base.dtype)
+    if isinstance(discriminator.backbone, PeftModel):  # its base is frozen, and may have no folder to load it from
+        set_peft_model_state_dict(discriminator.backbone, load_peft_weights(str(saved), device="cpu"))
+        discriminator.score.load_state_dict(load_file(saved / HEAD_FILE))
+        return
+    loaded = Discriminator.from_pretrained(saved, dtype=discriminator.base.dtype)
     discriminator.load_state_dict(loaded.state_dict())
 
 

@@ -27,7 +27,8 @@ def set_advantages(trainer: "GADTrainer", rollout: Rollout, scores: Scores, metr
     pairs = [(group, s) for group, row in zip(rollout.groups, rollout.samples, strict=True) for s in row]
     texts = trainer.reader.tokenizer.batch_decode([sample.ids for _, sample in pairs], skip_special_tokens=True)
     rewards = trainer._calculate_rewards(
-        [{**group.columns, **({"images": group.images} if group.images else {})} for group, _ in pairs],
+        # TRL takes the names of the first row for those of all, so a row without images has an empty list
+        [{**group.columns, "images": group.images} for group, _ in pairs],
         [group.prompt for group, _ in pairs],
         [[{"role": "assistant", "content": text}] for text in texts],
         [sample.ids for _, sample in pairs],

@@ -172,3 +172,7 @@ class StageLR(LambdaLR):
     def state_dict(self) -> dict:
         """The place in the schedule; the lengths of the stages are part of the run's plan."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "_last_lr": self._last_lr}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """The place that `state_dict` gave."""
+        vars(self).update(state_dict)

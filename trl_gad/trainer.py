@@ -22,7 +22,7 @@ from trl_gad.attention import use_packed_attention
 from trl_gad.batch import Group, Rollout
 from trl_gad.build import build_models
 from trl_gad.config import GADConfig
-from trl_gad.data import RowReader, check_dataset
+from trl_gad.data import check_dataset
 from trl_gad.discriminator import Discriminator
 from trl_gad.engine import Cutter
 from trl_gad.evaluation import run_evaluation
@@ -33,6 +33,7 @@ from trl_gad.models import snapshot
 from trl_gad.packed_grpo import PackedGRPOTrainer, Share
 from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
+from trl_gad.rows import RowReader
 from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, StageLR, Step, StepPlan, make_plan
 
 
@@ -137,10 +138,10 @@ class GADTrainer(PackedGRPOTrainer):
         ):
             if value is not None:
                 raise ValueError(f"GADTrainer does not take `{name}`: a teacher's answer is one turn. Leave it out.")
-        self._given_args = args if args is not None else GADConfig("trainer_output")
-        args = self._args_of_one_item_per_step(self._given_args)
+        self.given_args = args if args is not None else GADConfig("trainer_output")
+        args = self._args_of_one_item_per_step(self.given_args)
         model, discriminator, self._skeleton = build_models(
-            model, discriminator, self._given_args, peft_config, discriminator_peft_config, quantization_config
+            model, discriminator, self.given_args, peft_config, discriminator_peft_config, quantization_config
         )
         all_rewards: Any = [] if reward_funcs is None else reward_funcs
         all_rewards = [self._discriminator_reward, *(all_rewards if isinstance(all_rewards, list) else [all_rewards])]
@@ -160,7 +161,7 @@ class GADTrainer(PackedGRPOTrainer):
             optimizers=optimizers,
         )
         self.reward_func_names[0] = "discriminator"
-        self.beta = self.args.beta = self._given_args.beta
+        self.beta = self.args.beta = self.given_args.beta
         self.clock = Clock(self.accelerator.device)
         self.reference: torch.nn.Module | None = None  # from the first step of stage 2 on
         self.rollout: Rollout | None = None  # the batch in work
@@ -454,9 +455,11 @@ class GADTrainer(PackedGRPOTrainer):
                 for name, dataset in eval_dataset.items()
             ]
             return {name: value for result in results for name, value in result.items()}
-        self.model.eval()
+        was_training = self.model.training
+        self.model.eval()  # `log` tells an evaluation by it
         metrics = run_evaluation(self, eval_dataset, metric_key_prefix)
         self.log(metrics)
+        self.model.train(was_training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.clock.restart()
         return metrics
@@ -468,7 +471,7 @@ class GADTrainer(PackedGRPOTrainer):
         output_dir = str(self.args.output_dir) if output_dir is None else output_dir
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            checkpoint.save_models(output_dir, self.discriminator, self._given_args)
+            checkpoint.save_models(output_dir, self.discriminator, self.given_args)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

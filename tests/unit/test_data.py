@@ -14,20 +14,13 @@ from datasets import Image as ImageFeature
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import Qwen2VLImageProcessor
+from transformers import AddedToken, Qwen2VLImageProcessor
 
 from tests import tiny
 from trl_gad.batch import Group
-from trl_gad.data import (
-    OverlongPromptError,
-    OverlongTeacherError,
-    RolloutLoader,
-    RowError,
-    RowReader,
-    check_dataset,
-    prompts_of_rollout,
-    row_order,
-)
+from trl_gad.data import RolloutLoader, check_dataset, prompts_of_rollout, row_order
+from trl_gad.messages import OverlongPromptError, OverlongTeacherError, RowError
+from trl_gad.rows import RowReader
 
 
 PROCESSOR = tiny.processor()
@@ -189,6 +182,15 @@ def test_c6_no_special_token_arises_from_two_blocks_or_a_mark_in_the_text() -> N
         assert controls(group.prompt_ids) == controls(plain.prompt_ids)
         written = content if isinstance(content, str) else "".join(block["text"] for block in content)
         assert TOKENIZER.decode(group.prompt_ids) == TOKENIZER.decode(plain.prompt_ids).replace("What?", written)
+
+
+def test_c6_special_tokens_that_overlap_stay_text() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("@@a", special=True), AddedToken("a@@", special=True)])
+    group = reader(tokenizer).read(0, row("@@a@@", "@@a@@"))
+    assert max(group.prompt_ids) < tiny.VOCAB_SIZE  # the two new ids come after
+    assert group.teacher_ids == [*TOKENIZER.encode("@@a@@"), END]
+    assert TOKENIZER.decode(group.prompt_ids) == "<|im_start|>user\n@@a@@<|im_end|>\n<|im_start|>assistant\n"
 
 
 @settings(max_examples=60, deadline=None)

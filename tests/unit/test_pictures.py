@@ -3,6 +3,7 @@
 import base64
 import io
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -212,11 +213,13 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("trl_gad.pictures.URL_RETRIES", 0)
     monkeypatch.setattr("trl_gad.pictures.URL_TIMEOUT_S", 0.2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), QuietHandler)  # listens, but nobody serves
+    start = time.monotonic()
     try:
         with pytest.raises(PictureError, match="(?i)timed? ?out"):
             load_picture(f"http://127.0.0.1:{server.server_port}/x.png")
     finally:
         server.server_close()
+    assert time.monotonic() - start < 5
 
 
 def test_processing_equals_the_processors_own() -> None:

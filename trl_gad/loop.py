@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from trl_gad.data import RolloutLoader
+from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP
 
 
 if TYPE_CHECKING:
     from trl_gad.trainer import GADTrainer
+
+LABELS = {DISCRIMINATOR: "discriminator alone", WARMUP: "warm-up", GAD: "adversarial"}
 
 
 class StepLoader:
@@ -65,7 +68,9 @@ class StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, plan = self.trainer, self.trainer.step_plan
         trainer.clock.close("optimizer")
-        trainer.add_metrics(trainer.clock.reset())
+        seconds = trainer.clock.reset()
+        trainer.add_metrics(seconds)
+        self._show(state, seconds)
         epochs_per_rollout = args.prompts_per_rollout / len(trainer.rows)
         step = plan.at(state.global_step - 1)
         state.epoch = (step.rollout + step.last) * epochs_per_rollout
@@ -74,6 +79,16 @@ class StepEnd(TrainerCallback):
             control.should_save |= args.save_strategy == SaveStrategy.EPOCH
             control.should_evaluate |= args.eval_strategy == "epoch"
             control.should_log |= args.logging_strategy == "epoch"
+
+    def _show(self, state: Any, seconds: dict[str, float]) -> None:
+        """Stage, length of the run and slowest phase, on the progress bar where there is one."""
+        phases = {name.removeprefix("time/"): value for name, value in seconds.items() if name != "time/step"}
+        slowest = max(phases, key=lambda name: phases[name])
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.total = state.max_steps  # less when the warm-up was ended early
+                callback.training_bar.set_description(LABELS[self.trainer.step_plan.at(state.global_step - 1).stage])
+                callback.training_bar.set_postfix_str(f"mostly {slowest}, {phases[slowest]:.1f} s")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.clock.restart()

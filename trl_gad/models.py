@@ -44,11 +44,7 @@ def snapshot(skeleton: Any) -> Any:
     is frozen anyway (the base model under LoRA) stays shared.
     """
     own_parameters(skeleton, trainable_only=True)
-    for module in skeleton.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                module.register_parameter(name, nn.Parameter(parameter.detach(), requires_grad=False))
-    return skeleton.eval()
+    return skeleton.requires_grad_(False).eval()  # of the shared ones, all are frozen already
 
 
 def rounded_away_share(parameters: list[nn.Parameter], learning_rate: float) -> float:

@@ -90,7 +90,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         if self.top_entropy_quantile < 1.0:
             entropy_tokens = self._find_entropy_threshold(model, share)
         total = torch.zeros((), device=self.accelerator.device)
-        parts, metrics = [], self._metrics["train"]
+        parts, weights, metrics = [], [], self._metrics["train"]
         for cut in self.cuts(model, share.groups, share.responses):
             inputs = self._loss_inputs(cut, share)
             micro_tokens = int(inputs["completion_mask"].sum())
@@ -105,18 +105,35 @@ class PackedGRPOTrainer(GRPOTrainer):
             )
             coefficient = self._entropy_coefficient()
             self._metrics["train"] = defaultdict(list)
-            loss = self._compute_loss(model, inputs)
+            with self._gather_of_unequal_rows():
+                loss = self._compute_loss(model, inputs)
             loss = loss + self._entropy_correction(coefficient, factor, entropy_tokens, inputs["completion_mask"])
-            parts.append((self._metrics["train"], micro_tokens))
+            parts.append(self._metrics["train"])
+            weights.append(micro_tokens)
             self.accelerator.backward(loss)
             total += loss.detach()
             self._keep_old_log_probs(cut, share)
         self._metrics["train"] = metrics
-        merged = merge_micro_batches(parts)
+        # Each is a mean over the micro-batches of that number on all processes
+        of_all = self.accelerator.reduce(torch.tensor(weights, device=self.accelerator.device), reduction="sum")
+        merged = merge_micro_batches(list(zip(parts, of_all.tolist(), strict=True)))
         merged.pop("policy_loss", None)  # TRL's, scaled by the micro-batch
         merged["policy/loss"] = self.mean_over_processes(total)
         self.add_metrics(merged)
         return total
+
+    @contextlib.contextmanager
+    def _gather_of_unequal_rows(self) -> Iterator[None]:
+        """
+        For its metrics TRL's loss gathers one value per response, and here processes have different numbers of them:
+        shorter ones are filled up with NaN, which its minimum and maximum leave out.
+        """
+        gather, pad = self.accelerator.gather, self.accelerator.pad_across_processes
+        self.accelerator.gather = lambda values: gather(pad(values, dim=0, pad_index=torch.nan))
+        try:
+            yield
+        finally:
+            del self.accelerator.gather  # what hides the method
 
     def cuts(self, model: torch.nn.Module, groups: list[Group], responses: list[list[list[int]]]) -> Iterator[Cut]:
         """The micro-batches of a pass with gradients; all but the last keep their gradients to their process."""

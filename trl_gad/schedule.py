@@ -146,6 +146,10 @@ class StageLR(LambdaLR):
         self.stages[stage] = (lr, num_steps)
         if stage == len(self.stages) - 1:
             self._functions[stage] = self._function(num_steps)
+        # The next step's learning rate was set by the stages as they were
+        self._last_lr = [base_lr * self._factor(self.last_epoch) for base_lr in self.base_lrs]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
 
     def _factor(self, step: int) -> float:
         for (lr, num_steps), function in zip(self.stages[:-1], self._functions, strict=False):

@@ -7,6 +7,7 @@ data, rollouts, packing, planner, attention, forward, engine, adversary, trainer
 
 import copy
 import logging
+import math
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,11 @@ class GADTrainer(PackedGRPOTrainer):
         ):
             if value is not None:
                 raise ValueError(f"GADTrainer does not take `{name}`: a teacher's answer is one turn. Leave it out.")
+        if optimizers[1] is not None:
+            raise ValueError(
+                "The policy's schedule starts anew in each stage, which one given in `optimizers` cannot do. Pass "
+                "optimizers=(optimizer, None) and set `lr_scheduler_type`, `lr_scheduler_kwargs` and `warmup_steps`."
+            )
         self.given_args = args if args is not None else GADConfig("trainer_output")
         args = self._args_of_one_item_per_step(self.given_args)
         model, discriminator, self._skeleton = build_models(
@@ -427,8 +433,16 @@ class GADTrainer(PackedGRPOTrainer):
         if not torch.isfinite(self.accelerator.reduce(loss.clone(), reduction="sum")):
             self.num_policy_skipped += 1
             loss = self._skip_policy()
-        self.add_metrics({"policy/skipped": self.num_policy_skipped})
         return loss
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """The norm that is logged. An update whose gradient is not finite (the same on all processes) is left out."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not math.isfinite(grad_norm):
+            self.num_policy_skipped += 1
+            self._skip_policy()
+        self.add_metrics({"policy/skipped": self.num_policy_skipped})
+        return grad_norm
 
     def _discriminator_reward(self, **kwargs: Any) -> list[float]:
         """The discriminator as TRL's first reward function: the scores of the rollout batch in work."""
@@ -478,7 +492,11 @@ class GADTrainer(PackedGRPOTrainer):
         checkpoint.save_run(output_dir, self)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if isinstance(self.policy, PeftModel):
+            # transformers would take the discriminator's folder for one more adapter of the policy
+            self.policy.load_adapter(resume_from_checkpoint, self.policy.active_adapters[0], is_trainable=True)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         checkpoint.load_discriminator(resume_from_checkpoint, self.discriminator)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:

@@ -6,6 +6,7 @@ All pictures have one size and one place in the conversation, so that nothing lo
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ class Encoder:
         self.true, self.false = self._ids("true")[0], self._ids("false")[0]
         read = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
         self.never_read = self.tokenizer.convert_tokens_to_ids([t for t in SPECIAL_TOKENS if t not in read])
+        rng = random.Random(0)
+        answers = [lesson(random_scene(rng), 0.0, rng).answer for _ in range(20_000)]
+        spoken = {i for e in self.raw.encode_batch(answers) for i in e.ids} | set(self.end)
+        self.never_spoken = [i for i in range(len(self.tokenizer)) if i not in spoken]
         assert self.start[FIRST_IMAGE_TOKEN] == self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def _ids(self, text: str) -> list[int]:
@@ -92,7 +97,13 @@ def pixels(scenes: list[Scene]) -> np.ndarray:
 # One forward over a batch of pictures of one size
 
 
-def _batched_attention(self, hidden_states, cu_seqlens, position_embeddings=None, **_):
+def _batched_attention(
+    self: Qwen3VLVisionAttention,
+    hidden_states: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **_: Any,
+) -> torch.Tensor:
     """The vision attention for pictures of one size: the library's own loops over them in Python."""
     qkv = self.qkv(hidden_states).reshape(len(hidden_states), 3, self.num_heads, -1).permute(1, 0, 2, 3)
     query, key = apply_rotary_pos_emb_vision(qkv[0], qkv[1], *position_embeddings)
@@ -102,7 +113,7 @@ def _batched_attention(self, hidden_states, cu_seqlens, position_embeddings=None
     return self.proj(out.transpose(1, 2).reshape(len(hidden_states), -1))
 
 
-def _fused_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+def _fused_norm(self: Qwen3VLTextRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
@@ -149,7 +160,9 @@ def fixed_positions(model: Qwen3VLForConditionalGeneration, encoder: Encoder) ->
     return model.model.get_rope_index(ids, (ids == image).int(), image_grid_thw=grid)[0][:, 0]
 
 
-def assert_same_forward(model, processor: Qwen3VLProcessor, encoder: Encoder, positions: torch.Tensor) -> None:
+def assert_same_forward(
+    model: Qwen3VLForConditionalGeneration, processor: Qwen3VLProcessor, encoder: Encoder, positions: torch.Tensor
+) -> None:
     """The fast forward of this file equals the library's, pixels included. Leaves `speed_up` in force."""
     rng = random.Random(0)
     scenes = [random_scene(rng) for _ in range(3)]
@@ -175,8 +188,16 @@ def speed_up() -> None:
 class Learner:
     """AdamW with a cosine schedule over weighted cross-entropy."""
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration, positions: torch.Tensor, lr: float, fade: bool):
-        self.model, self.positions, self.lr, self.fade = model, positions, lr, fade
+    def __init__(
+        self,
+        model: Qwen3VLForConditionalGeneration,
+        positions: torch.Tensor,
+        lr: float,
+        fade: bool,
+        never: list[int] | None = None,
+    ):
+        """`fade`: the rate rises and falls with the progress. `never`: tokens to push below a log-probability of -18."""
+        self.model, self.positions, self.lr, self.fade, self.never = model, positions, lr, fade, never
         fused = positions.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=fused)
 
@@ -197,6 +218,9 @@ class Learner:
         losses = F.cross_entropy(logits.float(), ids[:, 1:][learned], reduction="none")
         weights = weights[:, 1:][learned]
         loss = (losses * weights).sum() / weights.sum()
+        if self.never:
+            unwanted = logits[:, self.never].float().logsumexp(1) - logits.float().logsumexp(1)
+            loss = loss + 0.02 * F.relu(unwanted + 18).mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

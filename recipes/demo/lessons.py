@@ -6,7 +6,9 @@ replaced by a near miss with a given probability, as captions from the wild are 
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .world import (
     COLOURS,
@@ -86,7 +88,7 @@ def edit_once(scene: Scene, rng: random.Random) -> Scene:
     return Scene(tuple(sorted(things, key=lambda t: PLACES.index(t.place))))
 
 
-def _other(word: str, words, rng: random.Random) -> str:
+def _other(word: Any, words: Iterable[Any], rng: random.Random) -> Any:
     return rng.choice([w for w in words if w != word])
 
 

@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,12 +77,19 @@ def auc(right: np.ndarray, wrong: np.ndarray) -> float:
 class Judge:
     """Measures one model on `num` held-out scenes."""
 
-    def __init__(self, model, processor: Qwen3VLProcessor, encoder: Encoder, positions, num: int):
+    def __init__(
+        self,
+        model: Qwen3VLForConditionalGeneration,
+        processor: Qwen3VLProcessor,
+        encoder: Encoder,
+        positions: torch.Tensor,
+        num: int,
+    ):
         self.model, self.processor, self.encoder, self.positions = model, processor, encoder, positions
         rng = random.Random(12345)
         self.scenes = [random_scene(rng, held_out=True) for _ in range(num)]
 
-    def report(self) -> dict:
+    def report(self) -> dict[str, Any]:
         return {
             "sampled": self.captions(self.model, 0.8),
             "greedy": self.captions(self.model, 0.0),
@@ -158,7 +166,7 @@ class Judge:
                 pairs.append(auc(one[r], one[w]))
         return {"auc": round(100 * float(np.mean(pairs)), 1) if pairs else float("nan"), "pictures": len(pairs)}
 
-    def warm_up(self, lr: float, stops: list[int], size: int = 32, seed: int = 7) -> dict[int, dict]:
+    def warm_up(self, lr: float, stops: list[int], size: int = 32, seed: int = 7) -> dict[int, dict[str, Any]]:
         """Supervised updates on the teacher's texts at a constant rate: what the descriptions become at each stop."""
         model, device, rng = copy.deepcopy(self.model), self.positions.device, random.Random(seed)
         scenes = [random_scene(rng) for _ in range(size * max(stops, default=0))]

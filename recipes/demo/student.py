@@ -90,7 +90,7 @@ def build_processor() -> Qwen3VLProcessor:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
-    ids = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS), strict=True))
+    ids = tokenizer.get_vocab()
     text = dict(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,

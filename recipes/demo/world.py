@@ -37,6 +37,7 @@ QUESTIONS = (
 _BACKGROUND = (45, 45, 50)
 _CELL = IMAGE_SIZE / 3
 _HELD_OUT_ONE_IN = 8
+MAX_ROWS = 50_000  # of the more than 100,000 scenes that differ in their facts and are held out
 
 
 @dataclass(frozen=True)
@@ -262,24 +263,24 @@ def rows(num: int, seed: int, held_out: bool = False) -> "Dataset":
     """
     from datasets import Dataset  # noqa: PLC0415 - the machine that pretrains has no datasets
 
+    if num > MAX_ROWS:
+        raise ValueError(f"num must be at most {MAX_ROWS}, or scenes run out, got {num}. Use several epochs instead.")
     rng = random.Random(seed)
-    scenes: dict[Any, Scene] = {}
+    scenes: dict[tuple[tuple[str, str, str], ...], Scene] = {}
     while len(scenes) < num:
         scene = random_scene(rng, held_out)
         scenes.setdefault(scene.facts, scene)
+    return Dataset.from_list([_row(scene, rng) for scene in scenes.values()])
 
-    def examples():
-        for scene in scenes.values():
-            answer = teacher_text(scene, rng.choice(tuple(STYLES)), rng)
-            yield {
-                "prompt": [{"role": "user", "content": rng.choice(QUESTIONS)}],
-                "completion": [{"role": "assistant", "content": answer}],
-                "images": [draw(scene)],
-                "scene": facts_text(scene),
-            }
 
-    columns = list(examples())
-    return Dataset.from_list(columns)
+def _row(scene: Scene, rng: random.Random) -> dict[str, Any]:
+    answer = teacher_text(scene, rng.choice(tuple(STYLES)), rng)
+    return {
+        "prompt": [{"role": "user", "content": rng.choice(QUESTIONS)}],
+        "completion": [{"role": "assistant", "content": answer}],
+        "images": [draw(scene)],
+        "scene": facts_text(scene),
+    }
 
 
 def facts_text(scene: Scene) -> str:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, Qwen3VLVisionAttention
 
+from recipes.demo.fast import Encoder, assert_same_forward, fixed_positions
 from recipes.demo.lessons import STATEMENT_FRAMES, edit_once, near_miss, other_caption, statement
 from recipes.demo.student import SPECIAL_TOKENS, WEIGHTS, build_model, build_processor, load_student
 from recipes.demo.world import (
@@ -190,9 +192,9 @@ def test_every_word_of_the_world_is_one_token():
     assert tokenizer.decode(tokenizer("Zebra, q7!").input_ids) == "Zebra, q7!"
 
 
-def test_the_fast_forward_equals_the_models():
-    from recipes.demo.fast import Encoder, assert_same_forward, fixed_positions  # noqa: PLC0415
-
+def test_the_fast_forward_equals_the_models(monkeypatch: pytest.MonkeyPatch):
+    for patched in (Qwen3VLVisionAttention, Qwen3VLTextRMSNorm):  # undone at the end of the test
+        monkeypatch.setattr(patched, "forward", patched.forward)
     model, processor = load_student()
     encoder = Encoder(processor)
     assert_same_forward(model, processor, encoder, fixed_positions(model, encoder))
@@ -225,7 +227,7 @@ def test_the_shipped_student_judges_statements():
     texts = [rng.choice(STATEMENT_FRAMES).format(statement(s, t, rng)) for s, t in zip(some, truths, strict=True)]
     said = processor.batch_decode(ask(model, processor, some, texts).argmax(-1)[:, None])
     right = sum(word == str(truth).lower() for word, truth in zip(said, truths, strict=True))
-    assert right >= 95  # 99.7% of 1600 when it was made
+    assert right >= 95  # 98.9% of 1200 when it was made
 
 
 def test_the_shipped_student_all_but_never_writes_a_special_token():

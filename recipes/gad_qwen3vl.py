@@ -1,0 +1,63 @@
+"""Distil a teacher's answers into Qwen3-VL.
+
+    accelerate launch recipes/gad_qwen3vl.py --config recipes/demo.yaml [--learning_rate 1e-6 ...]
+
+The YAML holds the fields of `RecipeArguments`, `GADConfig` and TRL's `ModelConfig`; the command line goes before it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset, load_dataset, load_from_disk
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from trl_gad import GADConfig, GADTrainer
+
+
+@dataclass
+class RecipeArguments:
+    dataset: str = field(metadata={"help": "A .jsonl or .parquet file, a folder of `save_to_disk`, or a Hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub dataset."})
+    eval_rows: int = field(default=0, metadata={"help": "Rows held out for evaluation, the last ones."})
+    discriminator: str | None = field(default=None, metadata={"help": "Folder of a discriminator to start from."})
+
+
+def load(source: str, split: str) -> Dataset:
+    path = Path(source)
+    if path.is_dir():
+        return load_from_disk(source)
+    if path.is_file():
+        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}[path.suffix]
+        return load_dataset(kind, data_files=source, split="train")
+    return load_dataset(source, split=split)
+
+
+def main(recipe: RecipeArguments, args: GADConfig, model: ModelConfig) -> None:
+    if recipe.dataset == "demo":  # everything built in: see recipes/demo
+        from demo.run import run  # noqa: PLC0415
+
+        return run(args)
+    args.model_init_kwargs = {
+        "dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": model.model_revision
+    } | (args.model_init_kwargs or {})  # fmt: skip
+    dataset = load(recipe.dataset, recipe.dataset_split)
+    held_out = dataset.select(range(len(dataset) - recipe.eval_rows, len(dataset))) if recipe.eval_rows else None
+    peft_config = get_peft_config(model)
+    trainer = GADTrainer(
+        model=model.model_name_or_path,
+        discriminator=recipe.discriminator,
+        args=args,
+        train_dataset=dataset.select(range(len(dataset) - recipe.eval_rows)),
+        eval_dataset=held_out,
+        quantization_config=get_quantization_config(model),
+        peft_config=peft_config,
+        discriminator_peft_config=peft_config,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    if args.push_to_hub:
+        trainer.push_to_hub()
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RecipeArguments, GADConfig, ModelConfig)).parse_args_and_config())

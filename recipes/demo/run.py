@@ -1,10 +1,12 @@
 """The demo: GAD on drawn pictures from start to end, beside continued supervised training, with every fact checked."""
 
-import dataclasses
+import copy
 import time
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
+import yaml
 from PIL import Image, ImageDraw
 
 from trl_gad import GADConfig, GADTrainer
@@ -16,6 +18,17 @@ from .world import rows
 
 TARGET_RIGHT = 65.0  # percent of sampled answers wholly right: ends the warm-up
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 3000, 100, 300
+
+
+def read_settings(file: Path = Path(__file__).parents[1] / "demo.yaml") -> dict[str, Any]:
+    """The demo's fields of `GADConfig`."""
+    settings = yaml.safe_load(file.read_text())
+    del settings["dataset"]  # of the recipe
+    return settings
+
+
+def config(settings: dict[str, Any], **changes: Any) -> GADConfig:
+    return GADConfig(**settings | {"disable_tqdm": True} | changes)
 
 
 def make_data(seed: int) -> Data:
@@ -75,7 +88,7 @@ def run(args: GADConfig) -> None:
 def warmed_up(folder: Path, like: GADTrainer) -> GADTrainer:
     """A trainer around the warm-up's models, for measuring."""
     model, processor = load(folder)
-    args = dataclasses.replace(like.given_args, generation_batch_size=None)
+    args = copy.copy(like.given_args)
     return GADTrainer(
         model=model, discriminator=str(folder / "discriminator"), args=args, train_dataset=like.train_dataset,
         processing_class=processor,

@@ -103,13 +103,13 @@ class Adversary:
             "discriminator/learning_rate": self.schedule.get_last_lr()[0],
             "tokens/discriminator": num_tokens,
         }
-        if math.isfinite(loss) and math.isfinite(grad_norm) and num_pairs:  # equal on all processes
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # equal on all processes
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+        elif num_pairs:  # none where every sample is empty
             self.optimizer.step()
             self.schedule.step()
             self.num_skipped_in_a_row = 0
-        else:
-            self.num_skipped += 1
-            self.num_skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)
         metrics["discriminator/skipped"] = self.num_skipped
         if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:

@@ -5,7 +5,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
-from trl.trainer.utils import create_model_from_path
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
 from trl_gad.config import GADConfig
 from trl_gad.discriminator import Discriminator, is_discriminator
@@ -58,6 +58,15 @@ def build_models(
     if args.freeze_vision:
         freeze_vision_tower(model)
         freeze_vision_tower(adversary.backbone)
+    if args.disable_dropout:
+        disable_dropout_in_model(adversary)  # TRL does it for the policy
+    policy: Any = model
+    if args.cast_lm_head_to_fp32 and policy.get_input_embeddings().weight is policy.get_output_embeddings().weight:
+        raise ValueError(
+            "`cast_lm_head_to_fp32` needs an LM head of its own, and this model ties its head to the input embeddings, "
+            "which would be cast as well. Set cast_lm_head_to_fp32=False; float32 parameters with bf16=True keep the "
+            "head's weights in float32."
+        )
     check_precision(model, args.learning_rate, "policy")
     check_precision(adversary, args.discriminator_learning_rate, "discriminator")
     return model, adversary, structural_copy(model)

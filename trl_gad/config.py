@@ -185,6 +185,11 @@ class GADConfig(GRPOConfig):
             "overlong_teachers": ("drop", "raise", "cut"),
             "bad_rows": ("raise", "skip"),
             "vllm_weight_sync": ("nccl", "filesystem"),
+            # TRL looks at these in the first step of stage 2 only
+            "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+            "importance_sampling_level": ("token", "sequence"),
+            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+            "scale_rewards": ("group", "batch", "none"),
         }
         for name, allowed in choices.items():
             if vars(self)[name] not in allowed:
@@ -202,8 +207,9 @@ class GADConfig(GRPOConfig):
             "gad_warmup_learning_rate",
             "discriminator_learning_rate",
             "max_tokens_per_micro_batch",
+            "max_completion_length",  # None, which TRL allows, would leave responses without a limit
         ):
-            if vars(self)[name] <= 0:
+            if vars(self)[name] is None or vars(self)[name] <= 0:
                 raise ValueError(f"`{name}` must be positive, got {vars(self)[name]}.")
 
     def _check_unsupported(self) -> None:

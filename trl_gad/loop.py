@@ -71,11 +71,11 @@ class StepEnd(TrainerCallback):
         seconds = trainer.clock.reset()
         trainer.add_metrics(seconds)
         self._show(state, seconds)
-        epochs_per_rollout = args.prompts_per_rollout / len(trainer.rows)
         step = plan.at(state.global_step - 1)
-        state.epoch = (step.rollout + step.last) * epochs_per_rollout
-        before = step.rollout * epochs_per_rollout
-        if step.last and int(before) < int(state.epoch) and state.global_step < state.max_steps:
+        before, after = (number * args.prompts_per_rollout for number in (step.rollout, step.rollout + step.last))
+        num_rows = len(trainer.rows)
+        state.epoch = after / num_rows
+        if before // num_rows < after // num_rows and state.global_step < state.max_steps:
             control.should_save |= args.save_strategy == SaveStrategy.EPOCH
             control.should_evaluate |= args.eval_strategy == "epoch"
             control.should_log |= args.logging_strategy == "epoch"

@@ -49,7 +49,7 @@ METRICS = {
     "completions/empty": "samples without a token, left out of the losses",
     "warmup/cross_entropy": "cross-entropy per token of the teacher's response (stage 1)",
     "policy/loss": "GRPO loss of the step (stage 2), KL included",
-    "policy/skipped": "policy updates left out for a loss that is not finite, since the start",
+    "policy/skipped": "policy updates left out for a loss or gradient that is not finite, since the start",
     "kl": "mean k3 estimate of the KL to the snapshot (stage 2)",
     "entropy": "mean entropy per token (stage 2)",
     "grad_norm": "gradient norm of the policy before clipping",

@@ -33,6 +33,7 @@ def set_advantages(trainer: "GADTrainer", rollout: Rollout, scores: Scores, metr
         [[{"role": "assistant", "content": text}] for text in texts],
         [sample.ids for _, sample in pairs],
     ).cpu()  # of all processes: (N, functions)
+    _collect_logs_of_functions(trainer, len(pairs), metrics)
     empty = torch.tensor([not sample.ids for _, sample in pairs], device=accelerator.device)
     rewards[accelerator.gather(empty).cpu()] = torch.nan
     values, total = advantages(
@@ -50,6 +51,19 @@ def set_advantages(trainer: "GADTrainer", rollout: Rollout, scores: Scores, metr
         metrics[f"rewards/{name}/mean"] = float(column.nanmean())
         metrics[f"rewards/{name}/std"] = float(nanstd(column))
     return rewards[own]
+
+
+def _collect_logs_of_functions(trainer: "GADTrainer", num_samples: int, metrics: dict[str, float]) -> None:
+    """What reward functions gave to TRL's `log_extra` (columns of the completions) and `log_metric` (means)."""
+    # Sorted, so that all processes gather the same name at the same time
+    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
+        values = trainer._pending_extra_logs.get(column, [None] * num_samples)
+        trainer._logs["extra"][column].extend(gather_object(values))
+    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
+        values = gather_object(trainer._pending_metrics.get(name, []))
+        metrics[name] = sum(values) / len(values)
+    trainer._pending_extra_logs.clear()
+    trainer._pending_metrics.clear()
 
 
 def log_rollout(trainer: "GADTrainer", rollout: Rollout, scores: Scores, rewards: torch.Tensor) -> None:
@@ -79,5 +93,6 @@ def log_rollout(trainer: "GADTrainer", rollout: Rollout, scores: Scores, rewards
         logs["extra"][name].extend(gathered[name])
     for name, column in zip(trainer.reward_func_names, rewards.T, strict=False):
         logs["rewards"][name].extend(gather_object(column.tolist()))
+    logs["images"].clear()  # or a batch without pictures would be shown with those of an earlier one
     if trainer.log_multimodal and any(gathered["images"]):
         logs["images"].extend(gathered["images"])

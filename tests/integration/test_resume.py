@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests import runs, tiny
@@ -172,6 +173,45 @@ def test_adaptive_entropy_goes_on(tmp_path: Path) -> None:
     check(whole, again, 9)
     # One step of 0.02 for each of the 8 policy updates of stage 2, the entropy being below its target
     assert again.trainer.entropy_coef == pytest.approx(0.01 + 8 * 0.02)
+
+
+class EndWarmup(TrainerCallback):
+    """Ends stage 1 after step 3."""
+
+    trainer: GADTrainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.trainer.end_warmup()
+
+
+def ending_warmup_early(folder: Path) -> GADTrainer:
+    callback = EndWarmup()
+    options: dict[str, Any] = PLAN | dict(
+        num_iterations=1, discriminator_only_steps=1, gad_warmup_steps=7, max_steps=10
+    )
+    trainer = runs.trainer(
+        folder, dataset=runs.rows(10), save_strategy="steps", save_steps=1, callbacks=[callback], **options
+    )
+    callback.trainer = trainer
+    return trainer
+
+
+def test_a_warmup_that_ended_early_goes_on(tmp_path: Path) -> None:
+    """Before it ended, and after: the plan is part of the checkpoint."""
+    whole = ending_warmup_early(tmp_path / "whole")
+    whole.train()
+    # 1 of D alone, the rollout batch of 2 steps in which it was ended, then the 3 of stage 2 that 10 - 7 were to have
+    assert [entry["stage"] for entry in whole.state.log_history[:-1]] == [0, 1, 1, 2, 2, 2]
+    for at in (2, 5):
+        folder = tmp_path / f"from {at}"
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{at}", folder / f"checkpoint-{at}")
+        again = ending_warmup_early(folder)
+        again.train(resume_from_checkpoint=True)
+        ours, theirs = (Run(trainer, folder, []) for trainer in (again, whole))
+        assert_same_logs(ours.logs(at), theirs.logs(at))
+        assert_same_weights(ours.policy, theirs.policy)
+        assert_same_weights(ours.discriminator, theirs.discriminator)
 
 
 def test_another_number_of_processes_is_refused_in_the_middle_of_a_rollout_batch(full: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,114 @@ def test_a_schedule_of_ones_own_is_refused(tmp_path: Path) -> None:
     trainer = runs.trainer(tmp_path, model=model, optimizers=(optimizer, None))
     trainer.train()
     assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+
+
+def answer_by_row(trainer: GADTrainer, answer: Callable[[int, int], Sample]) -> None:
+    """The sample number i of row r is `answer(r, i)`."""
+
+    def sample(model: Any, groups: list[Group], num_generations: int, seed: int) -> list[list[Sample]]:
+        return [[answer(group.row, i) for i in range(num_generations)] for group in groups]
+
+    trainer.sampler.sample = sample
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
+def test_every_response_cut_and_masked(tmp_path: Path, loss_type: str) -> None:
+    """The policy's loss is 0 with a graph, nothing is NaN, and the discriminator trains on them."""
+    recorder = Recorder()
+    trainer = runs.trainer(
+        tmp_path, mask_truncated_completions=True, loss_type=loss_type, entropy_coef=0.1, top_entropy_quantile=0.5,
+        discriminator_only_steps=0, gad_warmup_steps=0, max_steps=2, callbacks=[recorder],
+    )  # fmt: skip
+    answer_by_row(trainer, lambda row, i: Sample([65 + row + i, 66], cut=True))
+    trainer.train()
+    for entry in steps(trainer):
+        assert entry["loss"] == entry["grad_norm"] == entry["policy/skipped"] == 0.0
+        assert entry["discriminator/grad_norm"] > 0
+    assert same(recorder.policies[1], copied(tiny.qwen3_vl()))
+    assert all(value.isfinite().all() for value in copied(trainer.discriminator).values())
+
+
+def test_empty_responses_take_no_part(tmp_path: Path) -> None:
+    """H9: those of whole prompts, and then all of them for longer than a loss that is no number would be borne."""
+    trainer = runs.trainer(tmp_path, max_steps=10, discriminator_only_steps=0, gad_warmup_steps=0)
+    answer_by_row(
+        trainer,
+        lambda row, i: Sample([] if row % 2 or trainer.state.global_step > 2 else [65 + row + i, END]),
+    )
+    trainer.train()
+    log = steps(trainer)
+    assert len(log) == 10
+    # In the order of this seed: prompts with odd rows are 1 of the first 4 and 3 of the next; 2 samples each
+    assert {entry["completions/empty"] for entry in log[:3]} <= {2.0, 4.0, 6.0}
+    assert [entry["completions/empty"] for entry in log[3:]] == [8.0] * 7
+    assert all(entry["policy/skipped"] == entry["discriminator/skipped"] == 0 for entry in log)
+    assert all(value.isfinite().all() for value in copied(trainer.policy).values())
+
+
+LORAS: list[dict[str, Any]] = [
+    {},
+    dict(peft_config=LoraConfig(**LORA)),
+    dict(peft_config=LoraConfig(**LORA), discriminator_peft_config=LoraConfig(**LORA)),
+]
+
+
+@pytest.mark.parametrize("options", LORAS, ids=["full", "lora", "lora on both"])
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain, checkpointed = (
+        runs.trainer(tmp_path, gradient_checkpointing=value, max_steps=3, **options) for value in (False, True)
+    )
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    checkpointed.discriminator.base.language_model.layers[0].mlp.up_proj.register_forward_hook(count)
+    plain.train()
+    checkpointed.train()
+    assert calls == 6, "3 forwards, each once more in its backward"
+    for ours, theirs in ((checkpointed.policy, plain.policy), (checkpointed.discriminator, plain.discriminator)):
+        values = copied(theirs)
+        for name, value in copied(ours).items():
+            torch.testing.assert_close(value, values[name], rtol=0, atol=1e-6)
+
+
+def test_bf16_computes_in_half_precision_and_keeps_float32(tmp_path: Path) -> None:
+    trainer = runs.trainer(tmp_path, bf16=True)
+    seen: set[torch.dtype] = set()
+
+    def note(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        seen.add(output.dtype)
+
+    trainer.discriminator.base.language_model.layers[0].mlp.up_proj.register_forward_hook(note)
+    trainer.train()
+    assert seen == {torch.bfloat16}
+    for model in (trainer.policy, trainer.discriminator):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert steps(trainer)[2]["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert not same(copied(trainer.policy), copied(tiny.qwen3_vl()))
+
+
+def test_workers_of_the_loader_change_nothing(tmp_path: Path) -> None:
+    plain, workers = (runs.trainer(tmp_path, dataloader_num_workers=number, max_steps=3) for number in (0, 2))
+    plain.train()
+    workers.train()
+    assert same(copied(plain.policy), copied(workers.policy))
+
+
+def test_strategies_by_epoch(tmp_path: Path) -> None:
+    """8 usable rows, 4 a step: an epoch is two steps."""
+    trainer = runs.trainer(
+        tmp_path, max_steps=-1, num_train_epochs=3, save_strategy="epoch", eval_strategy="epoch",
+        logging_strategy="epoch", eval_dataset=runs.rows(3),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
+    assert [(entry["step"], entry["epoch"]) for entry in steps(trainer)] == [(2, 1.0), (4, 2.0), (6, 3.0)]
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == [2, 4, 6]
 
 
 # ---- Evaluation and saving ----

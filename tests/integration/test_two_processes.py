@@ -98,9 +98,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [*command, str(folder)], env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, str(folder)], env=environment, timeout=TIMEOUT_S, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     return folder
 

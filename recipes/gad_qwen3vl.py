@@ -27,8 +27,10 @@ def load(source: str, split: str) -> Dataset:
     if path.is_dir():
         return load_from_disk(source)
     if path.is_file():
-        kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}[path.suffix]
-        return load_dataset(kind, data_files=source, split="train")
+        kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+        if path.suffix not in kinds:
+            raise ValueError(f"`dataset` must be one of {', '.join(kinds)}, a folder or a Hub name, got {source!r}.")
+        return load_dataset(kinds[path.suffix], data_files=source, split="train")
     return load_dataset(source, split=split)
 
 
@@ -51,7 +53,7 @@ def main(recipe: RecipeArguments, args: GADConfig, model: ModelConfig) -> None:
         eval_dataset=held_out,
         quantization_config=get_quantization_config(model),
         peft_config=peft_config,
-        discriminator_peft_config=peft_config,
+        discriminator_peft_config=peft_config if recipe.discriminator is None else None,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

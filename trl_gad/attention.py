@@ -206,6 +206,10 @@ def packed_attention(
         )
     assert query.shape[0] == 1, f"a pack is one sequence, not {query.shape[0]}"
     assert query.shape[2] == pack_layout.num_tokens, f"{query.shape[2]} != {pack_layout.num_tokens} tokens of the pack"
+    if torch.is_autocast_enabled(query.device.type):
+        # Norms and rotary positions leave queries and keys in float32, the projection of the values does not
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     attend = varlen if _use_varlen(query.device, query.dtype, query.shape[-1]) else dense
     return attend(query, key, value, pack_layout, scaling), None
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model
 
@@ -13,14 +13,11 @@ from trl_gad.forward import freeze_vision_tower
 from trl_gad.models import check_precision, structural_copy
 
 
-def load_model(path: str, args: GADConfig, quantization_config: Any = None) -> PreTrainedModel:
+def load_model(path: str, args: GADConfig) -> PreTrainedModel:
     """A model as TRL's trainers load it: by the class its configuration names, in float32 unless told otherwise."""
     given: Any = args.model_init_kwargs or {}  # a dict: transformers has parsed a string
     kwargs: dict[str, Any] = dict(given)
-    if quantization_config is not None:
-        kwargs["quantization_config"] = quantization_config
-    if args.world_size > 1:
-        kwargs["device_map"] = None  # one whole model per process
+    kwargs["device_map"] = None  # one whole model per process, on its device
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     return create_model_from_path(path, **kwargs)
 
@@ -42,15 +39,25 @@ def build_models(
         ValueError: combinations that cannot be trained, with the way out.
     """
     set_seed(args.seed)  # adapters and heads start from random numbers
+    if quantization_config is not None or "quantization_config" in (args.model_init_kwargs or {}):
+        raise ValueError(
+            "Quantized bases (`quantization_config`) are not in this version: the discriminator starts from the same "
+            "weights and would have to share them. Load the model in bfloat16 with `peft_config` and "
+            "`discriminator_peft_config`, which share one frozen base."
+        )
     if isinstance(model, str):
-        model = load_model(model, args, quantization_config)
-    elif quantization_config is not None:
-        raise ValueError("`quantization_config` needs a path in `model`: the model passed is loaded already.")
+        model = load_model(model, args)
     if isinstance(model, PeftModel) and peft_config is not None:
         raise ValueError(
             "`model` has adapters already and `peft_config` asks for new ones. Merge and save the model first, or "
             "leave `peft_config` unset."
         )
+    for name, config in (("peft_config", peft_config), ("discriminator_peft_config", discriminator_peft_config)):
+        if peft_config is not None and isinstance(config, LoraConfig) and config.bias != "none":
+            raise ValueError(
+                f"Policy and discriminator may share one frozen base, whose biases `{name}` would train "
+                f"(bias={config.bias!r}). Set bias='none'."
+            )
     # The discriminator starts from the policy's weights, adapters not counted: new ones change nothing yet
     adversary = _build_discriminator(model, discriminator, args, discriminator_peft_config, peft_config is not None)
     if peft_config is not None:
@@ -58,8 +65,7 @@ def build_models(
     if args.freeze_vision:
         freeze_vision_tower(model)
         freeze_vision_tower(adversary.backbone)
-    if args.disable_dropout:
-        disable_dropout_in_model(adversary)  # TRL does it for the policy
+    disable_dropout_in_model(adversary)  # a reward is no matter of chance
     policy: Any = model
     if args.cast_lm_head_to_fp32 and policy.get_input_embeddings().weight is policy.get_output_embeddings().weight:
         raise ValueError(

@@ -19,7 +19,6 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from trl_gad.batch import Rollout, Sample
 from trl_gad.discriminator import HEAD_FILE, Discriminator
-from trl_gad.schedule import StepPlan
 
 
 if TYPE_CHECKING:
@@ -54,6 +53,10 @@ def save_run(folder: str, trainer: "GADTrainer") -> None:
         state = {
             "adversary": trainer.adversary.state_dict(),
             "plan": asdict(trainer.step_plan),
+            "warmup_ended_after": trainer.warmup_ended_after,
+            "data": {"num_rows": len(trainer.rows), "prompts_per_rollout": trainer.args.prompts_per_rollout},
+            "has_reference": trainer.reference is not None,
+            "has_rollout": trainer.rollout is not None,
             "num_policy_skipped": trainer.num_policy_skipped,
             "num_processes": trainer.accelerator.num_processes,
         }
@@ -78,17 +81,18 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
     """
     path = Path(folder)
     state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-    plan = StepPlan(**state["plan"])
-    if plan.max_steps < trainer.step_plan.max_steps and plan.gad_start < trainer.step_plan.gad_start:
-        trainer.set_plan(plan)  # the warm-up was ended early
+    _check_same_order(state, trainer)
+    if state["warmup_ended_after"] is not None:
+        trainer.warmup_ended_after = state["warmup_ended_after"]
+        trainer.set_plan(trainer.step_plan.with_warmup_ended(trainer.warmup_ended_after))
     trainer.adversary.load_state_dict(state["adversary"])
     trainer.num_policy_skipped = state["num_policy_skipped"]
-    if (path / REFERENCE_FILE).exists():
+    if state["has_reference"]:
         trainer.take_snapshot()
         own = _reference_state(trainer)
         for name, value in load_file(path / REFERENCE_FILE).items():
             own[name].copy_(value)
-    if (path / "rollout_0.pt").exists():
+    if state["has_rollout"]:
         if state["num_processes"] != trainer.accelerator.num_processes:
             raise ValueError(
                 f"{folder} was saved by {state['num_processes']} processes in the middle of a rollout batch and can be "
@@ -96,6 +100,23 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
                 "a rollout batch, or with the same number of processes."
             )
         trainer.rollout = _load_rollout(path / f"rollout_{trainer.accelerator.process_index}.pt", trainer)
+
+
+def _check_same_order(state: dict[str, Any], trainer: "GADTrainer") -> None:
+    """What says which rows a step trains on must be as it was; only the length of the run may change."""
+    fields = ("num_discriminator_rollouts", "steps_per_rollout", "num_iterations")
+    saved = {name: state["plan"][name] for name in fields} | state["data"]
+    present = {name: vars(trainer.step_plan)[name] for name in fields} | {
+        "num_rows": len(trainer.rows),
+        "prompts_per_rollout": trainer.args.prompts_per_rollout,
+    }
+    for name, value in saved.items():
+        if present[name] != value:
+            raise ValueError(
+                f"A run resumes with the rows and batches it was started with: {name} was {value} and is "
+                f"{present[name]}. Restore the dataset and the batch settings, or start a new run from the saved "
+                "models (`model=` and `discriminator=`)."
+            )
 
 
 def _load_rollout(path: Path, trainer: "GADTrainer") -> Rollout:

@@ -5,7 +5,6 @@ An option of `GRPOConfig` either works as TRL documents it or is refused here, w
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -28,7 +27,7 @@ class GADConfig(GRPOConfig):
 
     # Other defaults or types than GRPOConfig
     num_generations: int = field(default=8, metadata={"help": "Samples of the student per prompt, G."})
-    generation_batch_size: Any = field(
+    generation_batch_size: int | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "help": "Completions per rollout batch, over all processes. Unset: those of one optimizer step (or of "
@@ -48,7 +47,7 @@ class GADConfig(GRPOConfig):
         default=1536, metadata={"help": "Longest response in tokens, end token included, of student and teacher."}
     )
     save_steps: float = field(default=50, metadata={"help": "Save a checkpoint every so many optimizer steps."})
-    gradient_accumulation_steps: Any = field(
+    gradient_accumulation_steps: int | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "help": "With `per_device_train_batch_size` and the number of processes it sets the completions per "
@@ -153,6 +152,12 @@ class GADConfig(GRPOConfig):
         if self.gradient_accumulation_steps is None:
             per_micro_step = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
             self.gradient_accumulation_steps = max(PROMPTS_PER_STEP * self.num_generations // per_micro_step, 1)
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            raise ValueError(
+                "The best checkpoint needs `metric_for_best_model`: a low discriminator loss or a high accuracy means "
+                "a student that is easy to tell from its teacher. Set it to a metric of your task, or for example to "
+                "`eval_discriminator/margin` with greater_is_better=False."
+            )
         super().__post_init__()
         # Kept apart: the trainer's loop sees one item per optimizer step and so runs without accumulation
         self.completions_per_step_and_process = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -246,7 +251,7 @@ class GADConfig(GRPOConfig):
             "fp16": (self.fp16, "two models with one loss scaler are not supported; set bf16=True"),
             "deepspeed": (
                 self.deepspeed,
-                "DeepSpeed has one engine per process and GAD trains two models; launch with DDP or FSDP2",
+                "DeepSpeed has one engine per process and GAD trains two models; launch with DDP",
             ),
             "fsdp": (self.fsdp, "sharded training is not in this version; launch with DDP"),
             "include_num_input_tokens_seen": (

@@ -1,5 +1,6 @@
 """The discriminator: the policy's network with a scalar head, and its own folder."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ class Discriminator(nn.Module):
         if peft_config is None:
             backbone.requires_grad_(True)
             return cls(backbone)
+        peft_config = copy.copy(peft_config)
+        peft_config.task_type = None  # a backbone writes no text, whatever the policy's configuration says
         return cls(get_peft_model(backbone, peft_config))
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -122,7 +125,7 @@ class Discriminator(nn.Module):
         Args:
             folder: A local folder.
             base_model: Where the frozen base of a LoRA discriminator is, if not where it was at the time.
-            dtype: Of the backbone. The head is float32.
+            dtype: Of the backbone. The head is float32. The model comes in evaluation mode.
             kwargs: Passed to `from_pretrained` of the backbone.
 
         Raises:
@@ -147,7 +150,7 @@ class Discriminator(nn.Module):
             backbone = AutoModel.from_pretrained(folder, dtype=dtype, **kwargs)
         discriminator = cls(backbone)
         discriminator.score.load_state_dict(load_file(folder / HEAD_FILE))
-        return discriminator
+        return discriminator.eval()
 
 
 def is_discriminator(folder: str | Path) -> bool:

@@ -21,7 +21,7 @@ def run_evaluation(trainer: "GADTrainer", dataset: Any, prefix: str) -> dict[str
     """
     One evaluation by the trainer's policy and discriminator; nothing is updated.
 
-    The samples depend on `seed` and the dataset only, so that two evaluations of equal weights are equal.
+    Two evaluations of equal weights with equal settings are equal: the samples' seed is that of the run.
 
     Returns:
         `dict[str, float]`: Metrics over all usable rows, `prefix` and an underscore before each name.
@@ -50,7 +50,6 @@ def run_evaluation(trainer: "GADTrainer", dataset: Any, prefix: str) -> dict[str
     rouge, losses = gather_object(rouge), gather_object(losses)
     metrics["rouge_l"] = sum(rouge) / len(rouge)
     metrics["discriminator/loss"] = sum(loss for loss, _ in losses) / max(sum(pairs for _, pairs in losses), 1)
-    metrics["loss"] = metrics["discriminator/loss"]  # transformers' default for the best checkpoint
     metrics["runtime"] = time.perf_counter() - begin
     # A metric of nothing (no sample ended by itself, say) is NaN: left out
     return {f"{prefix}_{name}": value for name, value in metrics.items() if not math.isnan(value)}

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather_object
-from trl.trainer.utils import nanstd
+from trl.trainer.utils import nanstd, strip_images_from_messages
 
 from trl_gad.adversary import Scores
 from trl_gad.batch import Rollout
@@ -78,13 +78,14 @@ def log_rollout(trainer: "GADTrainer", rollout: Rollout, scores: Scores, rewards
     ids = [sample.ids for row in rollout.samples for sample in row]
     texts = trainer.reader.tokenizer.batch_decode(ids, skip_special_tokens=True)
     columns = {
-        "prompt": [group.prompt for group in rollout.groups for _ in range(count)],
+        "prompt": [p for group in rollout.groups for p in [strip_images_from_messages(group.prompt)] * count],
         "completion": [[{"role": "assistant", "content": text}] for text in texts],
         "advantages": values.flatten().tolist(),
         "teacher": [group.teacher_text for group in rollout.groups for _ in range(count)],
         "teacher_score": scores.teacher.repeat_interleave(count).tolist(),
-        "images": [group.images for group in rollout.groups for _ in range(count)],
     }
+    if trainer.log_multimodal:
+        columns["images"] = [group.images for group in rollout.groups for _ in range(count)]
     gathered = {name: gather_object(column) for name, column in columns.items()}
     logs = trainer._logs
     for name in ("prompt", "completion", "advantages"):

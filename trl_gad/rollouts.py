@@ -13,6 +13,11 @@ from trl_gad.attention import native_attention
 from trl_gad.batch import Group, Sample
 
 
+# Tokens of the key-value cache in one call of `generate`: about 15 GB for Qwen3-VL-2B in bfloat16
+MAX_CACHED_TOKENS = 131_072
+PART_SEED_STEP = 2**32  # more than any `sampling_seed`
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch from `seed` inside, and as if nothing had been drawn outside."""
@@ -52,17 +57,27 @@ class TransformersSampler:
             model: The (wrapped) policy; its weights are those of this call.
             groups: B prompts.
             num_generations: G.
-            seed: The same seed, weights and groups give the same samples.
+            seed: The same seed, weights and groups give the same samples. Parts of a long list have seeds of their own.
             greedy: The most probable answer instead of a sampled one.
 
         Returns:
             `[B][G]` samples. A sample ends with its end token, or is `cut`.
         """
-        if not groups:
-            return []
         kwargs = {**self.generation_kwargs, "num_return_sequences": num_generations}
         if greedy:
             kwargs = {**kwargs, "do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        samples = []
+        for number, part in enumerate(self._parts(groups, num_generations)):
+            samples += self._generate(model, part, kwargs, seed + number * PART_SEED_STEP)
+        return [samples[i : i + num_generations] for i in range(0, len(samples), num_generations)]
+
+    def _parts(self, groups: list[Group], num_generations: int) -> list[list[Group]]:
+        """Groups in order, as many in one call of `generate` as its cache may hold."""
+        length = max((len(group.prompt_ids) for group in groups), default=0) + self.generation_kwargs["max_new_tokens"]
+        size = max(MAX_CACHED_TOKENS // (length * num_generations), 1)
+        return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+    def _generate(self, model: nn.Module, groups: list[Group], kwargs: dict[str, Any], seed: int) -> list[Sample]:
         inputs = self._inputs(groups)
         with (
             unwrap_model_for_generation(
@@ -75,8 +90,7 @@ class TransformersSampler:
         ):  # fmt: skip
             ids = unwrapped.generate(**inputs, generation_config=GenerationConfig(**kwargs, disable_compile=True))
         answers = ids[:, inputs["input_ids"].size(1) :].tolist()
-        samples = [self._sample(answer) for answer in answers]
-        return [samples[i : i + num_generations] for i in range(0, len(samples), num_generations)]
+        return [self._sample(answer) for answer in answers]
 
     def _sample(self, answer: list[int]) -> Sample:
         """Cut behind the first end token; what follows is padding."""

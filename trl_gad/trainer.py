@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, TrainerCallback
@@ -155,6 +156,14 @@ class GADTrainer(PackedGRPOTrainer):
             reward_processing_classes = [reward_processing_classes]
         of_rewards: Any = [None, *reward_processing_classes] if reward_processing_classes else None
         held_out: Any = eval_dataset
+        if is_vision_model(model.config):
+            # Rows without pictures, and steps of one model only, leave parameters without a gradient
+            if args.ddp_find_unused_parameters is False and args.world_size > 1:
+                raise ValueError(
+                    "A vision-language model has parameters that a batch without pictures does not use: "
+                    "ddp_find_unused_parameters=False would end the run there. Leave it unset."
+                )
+            args.ddp_find_unused_parameters = True
         super().__init__(
             model=model,
             reward_funcs=all_rewards,
@@ -173,11 +182,12 @@ class GADTrainer(PackedGRPOTrainer):
         self.rollout: Rollout | None = None  # the batch in work
         self.scores: Scores | None = None  # of that batch
         self.num_policy_skipped = 0
+        self.warmup_ended_after: int | None = None  # rollout batches, when `end_warmup` was called
         self._prepare_policy()
         self._prepare_data()
         self.adversary = Adversary(discriminator.to(self.accelerator.device), self.accelerator, self.args, self.cutter)
         use_packed_attention(discriminator.backbone)
-        self.add_callback(StepEnd(self))
+        self.callback_handler.callbacks.insert(0, StepEnd(self))  # before what others do at a step's end
 
     # ---- Building ----
 
@@ -253,7 +263,8 @@ class GADTrainer(PackedGRPOTrainer):
                 self.step_plan.max_steps, self.step_plan.gad_start,
             )  # fmt: skip
 
-        self._eval_rows: dict[int, list[int]] = {}  # id of an evaluation dataset -> its usable rows
+        # The datasets themselves are kept: an id alone may be that of another one later
+        self._eval_rows: dict[int, tuple[Any, list[int]]] = {}
         for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
             if dataset is not None:
                 self.rows_for_evaluation(dataset)
@@ -261,8 +272,8 @@ class GADTrainer(PackedGRPOTrainer):
     def rows_for_evaluation(self, dataset: Any) -> list[int]:
         """The usable rows of an evaluation dataset, read once."""
         if id(dataset) not in self._eval_rows:
-            self._eval_rows[id(dataset)] = self.usable_rows(dataset, "eval_dataset")
-        return self._eval_rows[id(dataset)]
+            self._eval_rows[id(dataset)] = (dataset, self.usable_rows(dataset, "eval_dataset"))
+        return self._eval_rows[id(dataset)][1]
 
     def usable_rows(self, dataset: Any, name: str) -> list[int]:
         """Reads every row of a dataset once; the rows that can be used, the same on all processes.
@@ -270,13 +281,23 @@ class GADTrainer(PackedGRPOTrainer):
         Raises:
             ValueError: a row that the options do not allow to drop, or none is left.
         """
-        report = check_dataset(
-            dataset,
-            self.reader,
-            bad_rows=self.args.bad_rows,
-            num_workers=self.args.dataloader_num_workers,
-            progress=self.accelerator.is_main_process and not self.args.disable_tqdm,
-        )
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                found = [
+                    check_dataset(
+                        dataset,
+                        self.reader,
+                        bad_rows=self.args.bad_rows,
+                        num_workers=self.args.dataloader_num_workers,
+                        progress=not self.args.disable_tqdm,
+                    )
+                ]
+            except ValueError as error:
+                found = [error]
+        report = broadcast_object_list(found)[0]  # one process reads, so that all use the same rows
+        if isinstance(report, ValueError):
+            raise report
         if self.accelerator.is_main_process:
             log = logger.warning if report.dropped else logger.info
             log("%s: %s", name, report)
@@ -306,11 +327,13 @@ class GADTrainer(PackedGRPOTrainer):
 
     def end_warmup(self) -> None:
         """
-        Start stage 2 with the next rollout batch, for a callback that watches how far stage 1 has come. Stage 2 keeps
-        its number of steps. Without effect in stage 2.
+        Start stage 2 with the next rollout batch, for a callback that watches how far stage 1 has come: to be called
+        on all processes, in `on_step_end` or `on_evaluate`. Stage 2 keeps its number of steps. Without effect in
+        stage 2.
         """
         step = self.step_plan.at(self.state.global_step - 1) if self.state.global_step else None
-        self.set_plan(self.step_plan.with_warmup_ended(step.rollout + 1 if step else 0))
+        self.warmup_ended_after = step.rollout + 1 if step else 0
+        self.set_plan(self.step_plan.with_warmup_ended(self.warmup_ended_after))
 
     def set_plan(self, plan: StepPlan) -> None:
         """Change the rest of the run to `plan`, whose stages are not longer than the present ones."""
@@ -320,6 +343,10 @@ class GADTrainer(PackedGRPOTrainer):
         self.adversary.schedule.shorten(0, plan.num_rollouts)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.adversary.wrapped is not self.adversary.module:
+            raise RuntimeError(
+                "A GADTrainer trains once: its reference and its stages belong to one run. Build another trainer."
+            )
         decay = self.get_decay_parameter_names(self.discriminator)
         self.adversary.prepare(decay, self.step_plan.num_rollouts)
         result = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

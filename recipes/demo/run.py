@@ -55,6 +55,7 @@ def run(args: GADConfig) -> None:
     trainer.save_model(str(out))
     plan = trainer.step_plan
     num_updates = plan.max_steps - plan.gad_start
+    args.data_seed = args.seed + 1000  # not again the prompts of the warm-up: the adversarial steps had fresh ones too
     supervised, supervised_seconds = continue_from(
         "supervised", out / "warmup", args, data, num_updates, args.gad_warmup_learning_rate
     )

@@ -539,7 +539,7 @@ def test_strategies_by_epoch(tmp_path: Path) -> None:
     assert trainer.state.global_step == 6
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 6)]
     assert [(entry["step"], entry["epoch"]) for entry in steps(trainer)] == [(2, 1.0), (4, 2.0), (6, 3.0)]
-    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_rouge_l" in entry]
     assert evaluated == [2, 4, 6]
 
 
@@ -563,7 +563,6 @@ def test_evaluation_by_hand(tmp_path: Path) -> None:
     assert metrics["eval_discriminator/margin"] == pytest.approx(sum(gaps) / 4, abs=1e-5)
     expected = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 4
     assert metrics["eval_discriminator/loss"] == pytest.approx(expected, abs=1e-5)
-    assert metrics["eval_loss"] == metrics["eval_discriminator/loss"]
     assert metrics["eval_completions/mean_length"] == 6.5  # (6 + 7) / 2
     assert metrics["eval_completions/teacher_mean_length"] == 7.0  # (5 + 9) / 2
     assert metrics["eval_completions/clipped_ratio"] == 0.5
@@ -586,14 +585,16 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     assert same(copied(plain.policy), copied(evaluating.policy))
     assert same(copied(plain.discriminator), copied(evaluating.discriminator))
     of_a = [entry for entry in evaluating.state.log_history if "eval_a_rouge_l" in entry]
-    of_b = [entry for entry in evaluating.state.log_history if "eval_b_loss" in entry]
+    of_b = [entry for entry in evaluating.state.log_history if "eval_b_discriminator/loss" in entry]
     assert len(of_a) == len(of_b) == 4
     assert evaluating.evaluate() == pytest.approx(
         {name: value for entry in (of_a[-1], of_b[-1]) for name, value in entry.items() if name != "step"},
         nan_ok=True, abs=60,
     )  # fmt: skip
     again = evaluating.evaluate()
-    assert again["eval_a_loss"] == of_a[-1]["eval_a_loss"], "equal weights give equal evaluations"
+    assert again["eval_a_discriminator/loss"] == of_a[-1]["eval_a_discriminator/loss"], (
+        "equal weights give equal evaluations"
+    )
 
 
 def test_evaluate_needs_data(tmp_path: Path) -> None:

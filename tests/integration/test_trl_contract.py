@@ -17,7 +17,7 @@ import torch
 import transformers
 import trl
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import (
     AttentionInterface,
@@ -34,7 +34,13 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import add_fused_lm_head, create_model_from_path, disable_dropout_in_model, nanstd
+from trl.trainer.utils import (
+    add_fused_lm_head,
+    create_model_from_path,
+    disable_dropout_in_model,
+    nanstd,
+    strip_images_from_messages,
+)
 
 from tests import runs, tiny
 
@@ -182,6 +188,7 @@ def test_attributes_of_the_constructor(tmp_path: Path) -> None:
     assert trainer.model_wrapped is trainer.model
     assert trainer._created_lr_scheduler is False
     assert trainer.lr_scheduler is None
+    assert isinstance(trainer.callback_handler.callbacks, list)
     assert trainer.accelerator.distributed_type == "NO"
     assert trainer.args.ddp_find_unused_parameters is True, "rows without pictures leave the tower without gradients"
 
@@ -360,6 +367,10 @@ def test_fused_head() -> None:
 def test_small_helpers(tmp_path: Path) -> None:
     # Unbiased: the standard deviation of 1 and 3 is sqrt(2)
     assert float(nanstd(torch.tensor([1.0, torch.nan, 3.0]))) == pytest.approx(2**0.5)
+    messages = [{"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "x"}]}]
+    assert strip_images_from_messages(messages) == [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}
+    ]
     assert is_conversational({"prompt": [{"role": "user", "content": "x"}]})
     tiny.qwen3_vl().save_pretrained(tmp_path)
     model = create_model_from_path(str(tmp_path))
@@ -610,6 +621,7 @@ def test_accelerate() -> None:
     assert torch.equal(accelerator.reduce(values, reduction="sum"), values)
     assert torch.equal(accelerator.pad_across_processes(values, dim=0, pad_index=torch.nan), values)
     assert gather_object([1, 2]) == [1, 2]
+    assert broadcast_object_list([ValueError("x")])[0].args == ("x",)
     # What `_gather_of_unequal_rows` does: an attribute of the instance hides the method, and goes away again
     assert "gather" not in vars(accelerator)
     accelerator.gather = lambda tensor: tensor + 1

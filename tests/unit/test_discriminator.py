@@ -224,3 +224,17 @@ def test_adapters_on_both_share_one_base(tmp_path: Path):
     assert frozen == {p.data_ptr() for p in discriminator.parameters() if not p.requires_grad}
     assert trainer.reference is not None
     assert frozen <= set(data_ptrs(trainer.reference).values())
+
+
+def test_an_adapter_configuration_for_a_language_model_serves_the_discriminator_too():
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    discriminator = Discriminator.from_policy(tiny.qwen3_vl(), config)
+    assert config.task_type == "CAUSAL_LM"  # the caller's own
+    trained = [name for name, p in discriminator.named_parameters() if p.requires_grad]
+    assert all("lora_" in name or name == "score.weight" for name in trained)
+
+
+def test_a_shared_base_with_trained_biases_is_refused(tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj"], bias="all")
+    with pytest.raises(ValueError, match="bias='none'"):
+        runs.trainer(tmp_path, peft_config=config, discriminator_peft_config=config)

@@ -474,3 +474,25 @@ def test_a_pack_in_bfloat16_on_the_device_equals_each_sequence_alone() -> None:
     assert (logps[True] - logps[False]).abs().max() <= 0.05
     for ours in logps.values():
         assert (ours - exact)[mask].abs().mean() <= 0.05
+
+
+def test_attention_computes_in_the_autocast_dtype():
+    """Float32 weights under autocast leave queries and keys in float32: the fast kernel would never be chosen."""
+    seen = []
+    config = tiny.qwen3_vl()
+    attention.use_packed_attention(config)
+    original = attention.dense
+
+    def spy(query, key, value, layout, scale):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return original(query, key, value, layout, scale)
+
+    pack = forward.make_pack(config.config, [Row([1, 2, 3], [[4, 5], [6]])])
+    attention.dense = spy
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            config.model(**forward.model_inputs(pack, "cpu"))
+    finally:
+        attention.dense = original
+    assert seen
+    assert all(dtypes == {torch.bfloat16} for dtypes in seen)

@@ -47,6 +47,7 @@ class Adversary:
         self.accelerator = accelerator
         self.args = args
         self.cutter = cutter
+        self.prepared = False
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
 
@@ -71,6 +72,7 @@ class Adversary:
                 self.module.base.enable_input_require_grads()
         optimizer = optimizer_cls(groups, **kwargs)
         self.wrapped, self.optimizer = self.accelerator.prepare(self.module, optimizer)
+        self.prepared = True
         self.schedule = StageLR(
             self.optimizer, [(args.learning_rate, num_steps)], args.learning_rate, args.lr_scheduler_type,
             args.warmup_steps, args.lr_scheduler_kwargs,

@@ -343,7 +343,7 @@ class GADTrainer(PackedGRPOTrainer):
         self.adversary.schedule.shorten(0, plan.num_rollouts)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self.adversary.wrapped is not self.adversary.module:
+        if self.adversary.prepared:
             raise RuntimeError(
                 "A GADTrainer trains once: its reference and its stages belong to one run. Build another trainer."
             )

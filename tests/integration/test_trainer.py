@@ -645,3 +645,24 @@ def test_saved_adapters_load_by_themselves(tmp_path: Path) -> None:
             assert (policy(**inputs).logits - trainer.policy(**inputs).logits).abs().max() > 1e-3
     ours = score(trainer.discriminator, group, group.teacher_ids)
     assert score(discriminator, group, group.teacher_ids) == pytest.approx(ours, abs=1e-5)
+
+
+def test_a_trainer_trains_once(tmp_path):
+    trainer = runs.trainer(tmp_path, max_steps=1)
+    trainer.train()
+    with pytest.raises(RuntimeError, match="Build another trainer"):
+        trainer.train()
+
+
+def test_a_long_list_of_prompts_is_sampled_in_parts(tmp_path, monkeypatch):
+    trainer = runs.trainer(tmp_path)
+    groups = [trainer.reader.read(i, row) for i, row in enumerate(trainer.train_dataset)][:4]
+    length = max(len(group.prompt_ids) for group in groups) + trainer.args.max_completion_length
+    whole = trainer.sampler.sample(trainer.model, groups, 1, seed=3, greedy=True)
+    calls = []
+    generate = trainer.sampler._generate
+    monkeypatch.setattr(trainer.sampler, "_generate", lambda *args: (calls.append(len(args[1])), generate(*args))[1])
+    monkeypatch.setattr("trl_gad.rollouts.MAX_CACHED_TOKENS", 2 * length)
+    parts = trainer.sampler.sample(trainer.model, groups, 1, seed=3, greedy=True)
+    assert calls == [2, 2]
+    assert [[s.ids for s in row] for row in parts] == [[s.ids for s in row] for row in whole]

@@ -18,6 +18,8 @@ def smallest_budget(groups: Groups, num_repeated: int, share_prompt: bool) -> in
     """The largest of prompt + repeated + one response, counted here by hand."""
     needed = [1]
     for prompt, lengths in groups:
+        if not lengths:
+            continue  # left out by the planner
         for response in lengths[num_repeated:] or [None]:
             members = lengths[:num_repeated] + ([response] if response else [])
             shared = prompt - 1 + sum(length + 1 for length in members)

@@ -82,9 +82,10 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
     path = Path(folder)
     state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
     _check_same_order(state, trainer)
-    if state["warmup_ended_after"] is not None:
-        trainer.warmup_ended_after = state["warmup_ended_after"]
-        trainer.set_plan(trainer.step_plan.with_warmup_ended(trainer.warmup_ended_after))
+    ended_after: int | None = state["warmup_ended_after"]
+    if ended_after is not None:
+        trainer.warmup_ended_after = ended_after
+        trainer.set_plan(trainer.step_plan.with_warmup_ended(ended_after))
     trainer.adversary.load_state_dict(state["adversary"])
     trainer.num_policy_skipped = state["num_policy_skipped"]
     if state["has_reference"]:

@@ -139,14 +139,20 @@ class GADConfig(GRPOConfig):
         return self.completions_per_step_and_process * self.world_size
 
     @property
+    def completions_per_rollout(self) -> int:
+        """Completions of one rollout batch, over all processes: `generation_batch_size` once it is known."""
+        assert self.generation_batch_size is not None, "set in __post_init__"
+        return self.generation_batch_size
+
+    @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps that share one rollout batch, before `num_iterations`."""
-        return self.generation_batch_size // self.completions_per_step
+        return self.completions_per_rollout // self.completions_per_step
 
     @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one rollout batch, over all processes."""
-        return self.generation_batch_size // self.num_generations
+        return self.completions_per_rollout // self.num_generations
 
     def __post_init__(self):
         if self.gradient_accumulation_steps is None:
@@ -169,7 +175,7 @@ class GADConfig(GRPOConfig):
         whole = self.num_generations * self.world_size
         for name, value in (
             ("completions per optimizer step", self.completions_per_step),
-            ("generation_batch_size", self.generation_batch_size),
+            ("generation_batch_size", self.completions_per_rollout),
         ):
             if value % whole:
                 raise ValueError(
@@ -177,7 +183,7 @@ class GADConfig(GRPOConfig):
                     f"{self.num_generations} x {self.world_size} = {whole}, got {value}. Completions per optimizer "
                     "step are per_device_train_batch_size x gradient_accumulation_steps x processes."
                 )
-        if self.generation_batch_size % self.completions_per_step:
+        if self.completions_per_rollout % self.completions_per_step:
             raise ValueError(
                 "A rollout batch must hold whole optimizer steps: generation_batch_size "
                 f"({self.generation_batch_size}) must be a multiple of the completions per optimizer step "

@@ -656,7 +656,7 @@ def test_a_trainer_trains_once(tmp_path):
 
 def test_a_long_list_of_prompts_is_sampled_in_parts(tmp_path, monkeypatch):
     trainer = runs.trainer(tmp_path)
-    groups = [trainer.reader.read(i, row) for i, row in enumerate(trainer.train_dataset)][:4]
+    groups = [trainer.reader.read(i, trainer.train_dataset[i]) for i in trainer.rows[:4]]
     length = max(len(group.prompt_ids) for group in groups) + trainer.args.max_completion_length
     whole = trainer.sampler.sample(trainer.model, groups, 1, seed=3, greedy=True)
     calls = []

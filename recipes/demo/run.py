@@ -77,8 +77,9 @@ def run(args: GADConfig) -> None:
         f"the discriminator ranks a right answer above a wrong one of the same picture in "
         f"{ranking(trainer, data.test.select(range(60))):.0f}% of cases"
     )
+    print("\n".join(lines), flush=True)
     show(data, texts, out / "demo.png")
-    lines += [
+    lines = [
         "", f"pictures and texts: {out / 'demo.png'}", "both models are saved; load them with",
         f"    Qwen3VLForConditionalGeneration.from_pretrained({str(out)!r})",
         f"    Discriminator.from_pretrained({str(out / 'discriminator')!r})",
@@ -123,9 +124,8 @@ def show(data: Data, texts: dict[str, list[str]], path: Path) -> None:
         top = i * height + 8
         sheet.paste(example["images"][0].resize((128, 128), Image.Resampling.NEAREST), (8, top))
         y = top
-        for name, text in {"teacher": example["completion"][0]["content"]} | {
-            n: t[i] for n, t in texts.items()
-        }.items():
+        shown = {"teacher": example["completion"][0]["content"]} | {name: of[i] for name, of in texts.items()}
+        for name, text in shown.items():
             for line in wrap(f"{name}: {text.strip()}", 130):
                 pen.text((left, y), line, fill="black")
                 y += 13

@@ -91,7 +91,9 @@ class GADTrainer(PackedGRPOTrainer):
             Of the `reward_funcs`, as in [`~trl.GRPOTrainer`].
         callbacks, optimizers (*optional*):
             As in [`~transformers.Trainer`]; the optimizer is the student's.
-        quantization_config, peft_config (*optional*):
+        quantization_config (*optional*):
+            Refused: quantized bases are not in this version.
+        peft_config ([`~peft.PeftConfig`], *optional*):
             As in [`~trl.GRPOTrainer`].
         discriminator_peft_config ([`~peft.PeftConfig`], *optional*):
             Train adapters of the discriminator only. With `peft_config`, both share one frozen base.

@@ -140,24 +140,30 @@ class Adversary:
         num_groups = len(rollout.groups)
         num_generations = max((len(samples) for samples in rollout.samples), default=0)
         scores = Scores(torch.full((num_groups,), torch.nan), torch.full((num_groups, num_generations), torch.nan))
-        loss_sum, num_tokens = 0.0, 0
+        num_tokens = 0
+        members: list[tuple[int, int]] = []
+        all_values, losses = [], []  # left on the device until the end: reading one would wait for its micro-batch
         for cut in self.cutter.cut(rollout.groups, responses, num_repeated=1):
             num_tokens += cut.pack.input_ids.numel()
             sync = contextlib.nullcontext() if cut.last or not update else self.accelerator.no_sync(self.wrapped)
             with sync:
                 values = self._forward(cut)
                 teacher, students = _pairs(cut)
-                loss = bradley_terry(values[teacher], values[students])
+                # A filler's scores are in the graph, and count for nothing
+                loss = values.sum() * 0.0 if cut.filler else bradley_terry(values[teacher], values[students])
                 if update:
                     self.accelerator.backward(loss * scale)
-            loss_sum += float(loss.detach())
-            values = values.detach().float().cpu()
-            scores.finite &= bool(values.isfinite().all())
-            for (group, response), value in zip(cut.members, values.tolist(), strict=True):
-                if response == 0:
-                    scores.teacher[group] = value
-                else:
-                    scores.students[group, present[group][response - 1]] = value
+            losses.append(loss.detach())
+            members += cut.members
+            all_values.append(values.detach()[: len(cut.members)])
+        loss_sum = sum(float(loss) for loss in losses)
+        values = torch.cat(all_values).float().cpu() if all_values else torch.zeros(0)
+        scores.finite = bool(values.isfinite().all())
+        for (group, response), value in zip(members, values.tolist(), strict=True):
+            if response == 0:
+                scores.teacher[group] = value
+            else:
+                scores.students[group, present[group][response - 1]] = value
         return scores, loss_sum, num_pairs, num_tokens
 
     def _forward(self, cut: Cut) -> torch.Tensor:

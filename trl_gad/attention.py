@@ -54,18 +54,18 @@ class PackLayout:
         self.device = device
         self.rows = [(segment.prompt[0], segment.responses[-1][1]) for segment in segments]  # [start, stop) of each
         self.num_tokens = self.rows[-1][1]
-        keys: list[int] = []
-        lengths_q, lengths_k = [], []
+        keys, lengths_q, lengths_k = [], [], []
         for segment in segments:
-            prompt = range(*segment.prompt)
-            # A prompt of one token is stored in its copies only: no query of its own.
-            for own in ([segment.prompt] if prompt else []) + segment.responses:
-                keys += prompt
-                if own != segment.prompt:
-                    keys += range(*own)
-                lengths_q.append(own[1] - own[0])
-                lengths_k.append(len(keys) - sum(lengths_k))
-        self.keys = torch.tensor(keys, device=device)  # [K] int64
+            prompt = torch.arange(*segment.prompt)
+            if len(prompt):  # of one token, it is stored in its copies only: no query of its own
+                keys.append(prompt)
+                lengths_q.append(len(prompt))
+                lengths_k.append(len(prompt))
+            for start, stop in segment.responses:
+                keys += [prompt, torch.arange(start, stop)]
+                lengths_q.append(stop - start)
+                lengths_k.append(len(prompt) + stop - start)
+        self.keys = torch.cat(keys).to(device)  # [K] int64
         self.cu_q = torch.tensor([0, *lengths_q], device=device).cumsum(0, dtype=torch.int32)  # [sequences + 1]
         self.cu_k = torch.tensor([0, *lengths_k], device=device).cumsum(0, dtype=torch.int32)
         self.max_q, self.max_k = max(lengths_q), max(lengths_k)

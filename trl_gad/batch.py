@@ -25,7 +25,9 @@ class Picture:
     `grid_thw` counts patches (frames, rows, columns); the prompt holds `t * h * w / merge_size**2` image tokens.
     """
 
-    pixel_values: torch.Tensor  # [t * h * w, channels * temporal_patch * patch * patch], float32, on the CPU
+    # [t * h * w, channels * temporal_patch * patch * patch]; float32 on the CPU until its rollout batch is in work, then
+    # on the device in the dtype that the tower computes in
+    pixel_values: torch.Tensor
     grid_thw: tuple[int, int, int]
 
 
@@ -96,8 +98,9 @@ class Pack:
     first: torch.Tensor  # [R] int64: place of the copy of the prompt's last token, before each response
     lengths: torch.Tensor  # [R] int64: tokens of each response
     segments: list[Segment]
-    pixel_values: torch.Tensor | None = None  # [patches of all pictures, patch size]
     image_grid_thw: torch.Tensor | None = None  # [pictures, 3] int64
+    pictures: list[Picture] = field(default_factory=list)  # whose pixels these are, in order
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the model's forward, by device, once made
 
     @property
     def last(self) -> torch.Tensor:

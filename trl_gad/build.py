@@ -11,6 +11,7 @@ from trl_gad.config import GADConfig
 from trl_gad.discriminator import Discriminator, is_discriminator
 from trl_gad.forward import freeze_vision_tower
 from trl_gad.models import check_precision, structural_copy
+from trl_gad.vision import share_vision_tower, use_matrix_patches
 
 
 def load_model(path: str, args: GADConfig) -> PreTrainedModel:
@@ -58,13 +59,17 @@ def build_models(
                 f"Policy and discriminator may share one frozen base, whose biases `{name}` would train "
                 f"(bias={config.bias!r}). Set bias='none'."
             )
+    use_matrix_patches(model)  # before it is copied
     # The discriminator starts from the policy's weights, adapters not counted: new ones change nothing yet
     adversary = _build_discriminator(model, discriminator, args, discriminator_peft_config, peft_config is not None)
+    use_matrix_patches(adversary.backbone)  # of a given one
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
     if args.freeze_vision:
         freeze_vision_tower(model)
         freeze_vision_tower(adversary.backbone)
+        if discriminator is None:  # of a given one, the tower is its own
+            share_vision_tower(model, adversary.backbone)
     disable_dropout_in_model(adversary)  # a reward is no matter of chance
     policy: Any = model
     if args.cast_lm_head_to_fp32 and policy.get_input_embeddings().weight is policy.get_output_embeddings().weight:

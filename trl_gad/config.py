@@ -42,6 +42,13 @@ class GADConfig(GRPOConfig):
             "no snapshot and no reference pass."
         },
     )
+    use_bias_correction_kl: bool = field(
+        default=False,
+        metadata={
+            "help": "Weigh the k3 estimate of the KL by the importance ratio, whose gradient counts also where the ratio "
+            "is 1. False: the plain k3 term of the paper."
+        },
+    )
     max_grad_norm: float = field(default=0.2, metadata={"help": "Gradient clip of the policy."})
     max_completion_length: int | None = field(
         default=1536, metadata={"help": "Longest response in tokens, end token included, of student and teacher."}

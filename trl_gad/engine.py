@@ -19,6 +19,7 @@ class Cut:
     pack: Pack
     members: list[tuple[int, int]]  # [R]
     last: bool  # the last forward of the pass, on which gradients are shared
+    filler: bool = False  # of no effect: runs beside a micro-batch of another process that has more of them
 
 
 class Cutter:
@@ -54,9 +55,9 @@ class Cutter:
         ]
         kwargs = {"num_repeated": num_repeated, "share_prompt": self.share_prompt}
         batches = plan(lengths, self.budget, **kwargs)
+        most = len(batches)
         if self.accelerator.num_processes > 1:
-            most = torch.tensor([len(batches)], device=self.accelerator.device)
-            most = int(self.accelerator.gather(most).max())
+            most = int(self.accelerator.gather(torch.tensor([most], device=self.accelerator.device)).max())
             if most > len(batches):
                 batches = plan(lengths, self.budget, min_micro_batches=most, **kwargs)
         cuts = []
@@ -66,5 +67,9 @@ class Cutter:
             ]
             rows = rows if self.share_prompt else unshared(rows)
             members = [(g, r) for g, chosen in batch for r in chosen]
-            cuts.append(Cut(make_pack(self.config, rows), members, last=batch is batches[-1]))
+            cuts.append(Cut(make_pack(self.config, rows), members, last=len(cuts) == most - 1))
+        while len(cuts) < most:  # too few responses to cut further
+            shortest = min(groups, key=lambda group: len(group.prompt_ids) + len(group.teacher_ids))
+            row = Row(shortest.prompt_ids, [shortest.teacher_ids], shortest.pictures)
+            cuts.append(Cut(make_pack(self.config, [row]), [], last=len(cuts) == most - 1, filler=True))
         return cuts

@@ -1,4 +1,5 @@
-"""Rows -> log-probs, entropies and hidden states. The only module that knows Qwen's vision-language models.
+"""Rows -> log-probs, entropies and hidden states. What is known of Qwen's vision-language models is here and in
+`vision.py`.
 
 Everything goes through the model's normal forward, the vision tower included: distributed wrappers gather weights
 there, and nowhere else.
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_gad.attention import base_model, layout
-from trl_gad.batch import Pack, Row
+from trl_gad.batch import Group, Pack, Row
 from trl_gad.packing import pack
 
 
@@ -135,20 +136,45 @@ def model_inputs(pack: Pack, device: torch.device | str) -> dict[str, Any]:
     """Keywords of the model's forward, without labels. There is no `attention_mask`: `pack_layout` stands for it.
 
     `position_ids` is `[3, 1, T]` where there are pictures. Without any, the three rows are equal, and `[1, T]` serves
-    text models and vision-language models alike.
+    text models and vision-language models alike. `picture_ids` names the pictures for a vision tower that knows some of
+    them (`vision.FeatureCache`); others ignore it. A pack that several models read is brought to the device once.
     """
+    key = str(device)
+    if key not in pack.inputs:
+        pack.inputs[key] = _model_inputs(pack, device)
+    if not pack.pictures:
+        return dict(pack.inputs[key])
+    # Joined for each forward: kept, all packs' pixels would take the memory of one more copy
+    pixels = torch.cat([picture.pixel_values.to(device) for picture in pack.pictures])
+    return pack.inputs[key] | dict(pixel_values=pixels)
+
+
+def _model_inputs(pack: Pack, device: torch.device | str) -> dict[str, Any]:
+    """All but the pixels."""
     inputs: dict[str, Any] = dict(
         input_ids=pack.input_ids[None].to(device),
         pack_layout=layout(pack.segments, device),
         use_cache=False,
     )
-    if pack.pixel_values is None or pack.image_grid_thw is None:
+    if pack.image_grid_thw is None:
         return inputs | dict(position_ids=pack.positions[:1].to(device))
     return inputs | dict(
         position_ids=pack.positions[:, None].to(device),
-        pixel_values=pack.pixel_values.to(device),
         image_grid_thw=pack.image_grid_thw.to(device),
+        # Numbers, because wrappers of distributed training may copy what holds tensors
+        picture_ids=[id(picture) for picture in pack.pictures],
     )
+
+
+def pictures_to(groups: list[Group], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring the pixels of these groups to the device, once for all passes, in `dtype` (None: as they are).
+
+    The tower casts them to autocast's dtype anyway: in it they take half the memory, 3 kB a patch for Qwen3-VL, 12 MB
+    for a picture of 1000 image tokens.
+    """
+    for group in groups:
+        for picture in group.pictures:
+            picture.pixel_values = picture.pixel_values.to(device, dtype)
 
 
 def per_response(values: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,9 +251,16 @@ def add_warmup_head(model: PreTrainedModel | PeftModel, cast_lm_head_to_fp32: bo
     base.forward = types.MethodType(forward, base)
 
 
+def vision_tower(model: PreTrainedModel | PeftModel) -> Any:
+    """The vision tower of a model or of its backbone; None where there is none, or none that is known here."""
+    base = base_model(model)
+    if base.config.model_type not in VISION_MODELS:
+        return None
+    backbone: Any = base.base_model  # of a backbone: itself
+    return backbone.visual
+
+
 def freeze_vision_tower(model: PreTrainedModel | PeftModel) -> None:
     """Take the vision tower of a model, or of its backbone, out of training. Text models have none."""
-    base = base_model(model)
-    if is_vision_model(base.config):
-        backbone: Any = base.base_model  # of a backbone: itself
-        backbone.visual.requires_grad_(False)
+    if is_vision_model(base_model(model).config):
+        vision_tower(model).requires_grad_(False)

@@ -29,6 +29,7 @@ class Share:
     rollout: Rollout
     chosen: list[int]  # indices of the groups
     present: list[list[int]]  # of each, the samples that are not empty
+    _cuts: list[Cut] | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, chosen: list[int]) -> "Share":
@@ -46,6 +47,12 @@ class Share:
         return [
             [self.rollout.samples[g][i].ids for i in kept] for g, kept in zip(self.chosen, self.present, strict=True)
         ]
+
+    def cuts(self, cutter: Cutter) -> list[Cut]:
+        """The micro-batches of its samples, made once for all passes. Called by every process."""
+        if self._cuts is None:
+            self._cuts = cutter.cut(self.groups, self.responses)
+        return self._cuts
 
     def members(self, cut: Cut) -> list[tuple[int, int]]:
         """(group, sample) of the rollout batch for each of the cut's R responses."""
@@ -91,10 +98,10 @@ class PackedGRPOTrainer(GRPOTrainer):
             entropy_tokens = self._find_entropy_threshold(model, share)
         total = torch.zeros((), device=self.accelerator.device)
         parts, weights, metrics = [], [], self._metrics["train"]
-        for cut in self.cuts(model, share.groups, share.responses):
+        for cut in self.cuts(model, share.cuts(self.cutter)):
             inputs = self._loss_inputs(cut, share)
             micro_tokens = int(inputs["completion_mask"].sum())
-            factor = accumulation_factor(
+            factor = 1.0 if cut.filler else accumulation_factor(
                 self.loss_type, micro_rows=len(cut.members), micro_tokens=micro_tokens, step_rows=num_rows,
                 step_tokens=num_tokens, num_processes=self.accelerator.num_processes,
             )  # fmt: skip
@@ -126,19 +133,25 @@ class PackedGRPOTrainer(GRPOTrainer):
     def _gather_of_unequal_rows(self) -> Iterator[None]:
         """
         For its metrics TRL's loss gathers one value per response, and here processes have different numbers of them:
-        shorter ones are filled up with NaN, which its minimum and maximum leave out.
+        shorter ones are filled up with NaN, which its means, minimum and maximum leave out. A filler has nothing else.
         """
-        gather, pad = self.accelerator.gather, self.accelerator.pad_across_processes
-        self.accelerator.gather = lambda values: gather(pad(values, dim=0, pad_index=torch.nan))
+        assert self._cut is not None
+        gather, pad, filler = self.accelerator.gather, self.accelerator.pad_across_processes, self._cut.filler
+
+        def gather_padded(values: torch.Tensor) -> torch.Tensor:
+            values = torch.full_like(values, torch.nan) if filler and values.is_floating_point() else values
+            return gather(pad(values, dim=0, pad_index=torch.nan))
+
+        self.accelerator.gather = gather_padded
         try:
             yield
         finally:
             del self.accelerator.gather  # what hides the method
 
-    def cuts(self, model: torch.nn.Module, groups: list[Group], responses: list[list[list[int]]]) -> Iterator[Cut]:
+    def cuts(self, model: torch.nn.Module, cuts: list[Cut]) -> Iterator[Cut]:
         """The micro-batches of a pass with gradients; all but the last keep their gradients to their process."""
         num_tokens = 0
-        for cut in self.cutter.cut(groups, responses):
+        for cut in cuts:
             num_tokens += cut.pack.input_ids.numel()
             self.accelerator.gradient_state._set_sync_gradients(cut.last)
             with contextlib.nullcontext() if cut.last else self.accelerator.no_sync(model):
@@ -150,8 +163,10 @@ class PackedGRPOTrainer(GRPOTrainer):
     def no_grad_pass(self, model: torch.nn.Module, share: Share, store: dict[tuple[int, int], torch.Tensor]) -> None:
         """Log-probs of every response of `share` into `store`."""
         with torch.no_grad():
-            for cut in self.cutter.cut(share.groups, share.responses):
+            for cut in share.cuts(self.cutter):
                 logps, _, _ = log_probs(model, cut.pack, compute_entropy=False)
+                if cut.filler:
+                    continue
                 lengths = cut.pack.lengths.tolist()
                 for row, length, member in zip(logps.cpu(), lengths, share.members(cut), strict=True):
                     store[member] = row[:length]
@@ -161,13 +176,18 @@ class PackedGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple:
         """From the packed forward of the present micro-batch: `[R, L]` each, no auxiliary loss."""
         assert self._cut is not None
-        self._outputs = log_probs(model, self._cut.pack)
-        return self._outputs[0], self._outputs[1], None
+        logps, entropies, mask = log_probs(model, self._cut.pack)
+        if self._cut.filler:  # in the graph, but 0: far from its old log-probs a ratio would overflow
+            logps, entropies = logps * 0.0, None if entropies is None else entropies * 0.0
+        self._outputs = logps, entropies, mask
+        return logps, entropies, None
 
     def _loss_inputs(self, cut: Cut, share: Share) -> dict[str, torch.Tensor]:
         """TRL's inputs of the loss for one micro-batch: R responses, padded to the longest, L."""
         self._cut = cut
         rollout, members = share.rollout, share.members(cut)
+        if cut.filler:
+            return self._filler_inputs(cut)
         assert rollout.advantages is not None
         mask = torch.arange(int(cut.pack.lengths.max())) < cut.pack.lengths[:, None]
         if self.mask_truncated_completions:
@@ -184,9 +204,20 @@ class PackedGRPOTrainer(GRPOTrainer):
                 inputs[name] = pad_sequence([logps[member] for member in members], batch_first=True)
         return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
 
+    def _filler_inputs(self, cut: Cut) -> dict[str, torch.Tensor]:
+        """Inputs of a loss that is 0: every token is masked."""
+        shape = (1, int(cut.pack.lengths.max()))
+        ids, nothing = torch.zeros(shape, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long)
+        zeros = torch.zeros(shape)
+        inputs = {
+            "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ids, "completion_mask": ids,
+            "advantages": torch.zeros(1), "old_per_token_logps": zeros, "ref_per_token_logps": zeros,
+        }  # fmt: skip
+        return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
+
     def _keep_old_log_probs(self, cut: Cut, share: Share) -> None:
         """With several iterations, the first one's log-probs are the old ones of the next."""
-        if self.num_iterations > 1:
+        if self.num_iterations > 1 and not cut.filler:
             lengths = cut.pack.lengths.tolist()
             for row, length, member in zip(self._outputs[0].detach().cpu(), lengths, share.members(cut), strict=True):
                 share.rollout.old_logps.setdefault(member, row[:length])
@@ -197,7 +228,7 @@ class PackedGRPOTrainer(GRPOTrainer):
         """The step's quantile of the entropy, for `top_entropy_quantile`; returns the number of tokens above it."""
         kept = []
         with torch.no_grad():
-            for cut in self.cutter.cut(share.groups, share.responses):
+            for cut in share.cuts(self.cutter):
                 _, entropies, _ = log_probs(model, cut.pack)
                 assert entropies is not None
                 kept.append(entropies[self._loss_inputs(cut, share)["completion_mask"].bool()].float())

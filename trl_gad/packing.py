@@ -63,8 +63,8 @@ def pack(rows: list[Row], positions: list[torch.Tensor]) -> Pack:
         first=torch.tensor(first),
         lengths=torch.tensor(lengths),
         segments=segments,
-        pixel_values=torch.cat([picture.pixel_values for picture in pictures]) if pictures else None,
         image_grid_thw=torch.tensor([picture.grid_thw for picture in pictures]) if pictures else None,
+        pictures=pictures,
     )
     num_packed = sum(num_tokens(row) for row in rows)
     assert result.positions.shape == (3, num_packed), f"{tuple(result.positions.shape)} != (3, {num_packed})"

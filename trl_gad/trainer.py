@@ -28,7 +28,8 @@ from trl_gad.data import check_dataset
 from trl_gad.discriminator import Discriminator
 from trl_gad.engine import Cutter
 from trl_gad.evaluation import run_evaluation
-from trl_gad.forward import add_heads, add_warmup_head, is_vision_model, log_probs
+from trl_gad.forward import add_heads, add_warmup_head, is_vision_model, log_probs, pictures_to
+from trl_gad.kernels import follow_autocast, use_fused_kernels
 from trl_gad.loop import StepEnd, StepLoader
 from trl_gad.metrics import Clock, rollout_metrics, sample_table
 from trl_gad.models import snapshot
@@ -37,6 +38,7 @@ from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
 from trl_gad.rows import RowReader
 from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, StageLR, Step, StepPlan, make_plan
+from trl_gad.vision import FeatureCache
 
 
 logger = logging.getLogger(__name__)
@@ -188,7 +190,10 @@ class GADTrainer(PackedGRPOTrainer):
         self._prepare_policy()
         self._prepare_data()
         self.adversary = Adversary(discriminator.to(self.accelerator.device), self.accelerator, self.args, self.cutter)
-        use_packed_attention(discriminator.backbone)
+        self._prepare_backbone(discriminator.backbone)
+        self.features = FeatureCache(self.policy)  # of a frozen vision tower; the reference joins when there is one
+        self.features.attach(self.policy)
+        self.features.attach(discriminator.backbone)
         self.callback_handler.callbacks.insert(0, StepEnd(self))  # before what others do at a step's end
 
     # ---- Building ----
@@ -225,7 +230,7 @@ class GADTrainer(PackedGRPOTrainer):
                 "`distributed_type` of the accelerate configuration."
             )
         add_warmup_head(self.policy, self.args.cast_lm_head_to_fp32)
-        use_packed_attention(self.policy)
+        self._prepare_backbone(self.policy)
         config = self.policy.config
         vision = (config.image_token_id, config.video_token_id) if is_vision_model(config) else None
         self.sampler = TransformersSampler(
@@ -233,6 +238,13 @@ class GADTrainer(PackedGRPOTrainer):
             self.args.gradient_checkpointing_kwargs,
         )  # fmt: skip
         self.cutter = Cutter(config, self.args.max_tokens_per_micro_batch, self.args.share_prompt, self.accelerator)
+
+    @staticmethod
+    def _prepare_backbone(model: "PreTrainedModel | PeftModel") -> None:
+        """What policy, reference and discriminator have in common. The model is on its device."""
+        use_packed_attention(model)
+        use_fused_kernels(model)
+        follow_autocast(model)
 
     def _prepare_data(self) -> None:
         args = self.args
@@ -375,6 +387,8 @@ class GADTrainer(PackedGRPOTrainer):
             self._start_rollout(step, inputs["groups"])
         rollout = self.rollout
         assert rollout is not None, "the rollout batch of this step is missing"
+        if not step.first:
+            self._take_up(rollout.groups)  # of a run that is resumed
         share = Share.of(rollout, rollout.part(step.part, self.args.steps_per_rollout))
         if step.stage == DISCRIMINATOR:
             loss = self._skip_policy()
@@ -386,6 +400,7 @@ class GADTrainer(PackedGRPOTrainer):
             loss = self._finite_or_skipped(self._gad_pass(model, share))
         if step.last:
             self.rollout = None
+            self.features.clear()
         self._step += 1
         self.clock.mark("optimizer")
         return loss
@@ -396,6 +411,7 @@ class GADTrainer(PackedGRPOTrainer):
             seed = sampling_seed(self.args.seed, step.rollout, self.accelerator.process_index)
             samples = self.sampler.sample(self.model_wrapped, groups, self.num_generations, seed)
         rollout = self.rollout = Rollout(step.rollout, groups, samples)
+        self._take_up(groups)
         with self.clock.phase("discriminator"):
             self.scores, metrics = self.adversary.score_and_update(rollout)
         self.add_flos(self.discriminator, metrics["tokens/discriminator"])
@@ -412,6 +428,12 @@ class GADTrainer(PackedGRPOTrainer):
         if self.log_completions:
             log_rollout(self, rollout, self.scores, rewards)
 
+    def _take_up(self, groups: list[Group]) -> None:
+        """The pictures of a rollout batch, ready for its passes."""
+        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+        pictures_to(groups, self.accelerator.device, dtype)
+        self.features.hold(groups)
+
     def _old_log_probs(self, rollout: Rollout) -> None:
         """Of the samples that later steps train on: the policy as it is now is the one that wrote them."""
         num_parts = self.args.steps_per_rollout
@@ -424,9 +446,9 @@ class GADTrainer(PackedGRPOTrainer):
         num_tokens = self.sum_over_processes(sum(len(group.teacher_ids) for group in groups))
         total = torch.zeros((), device=self.accelerator.device)
         with self.clock.phase("policy"):
-            for cut in self.cuts(model, groups, [[group.teacher_ids] for group in groups]):
+            for cut in self.cuts(model, self.cutter.cut(groups, [[group.teacher_ids] for group in groups])):
                 logps, _, _ = log_probs(model, cut.pack, compute_entropy=False, at_temperature_one=True)
-                loss = -logps.sum() * self.accelerator.num_processes / num_tokens
+                loss = -logps.sum() * self.accelerator.num_processes / num_tokens * (not cut.filler)
                 self.accelerator.backward(loss)
                 total += loss.detach()
         self.add_metrics({"warmup/cross_entropy": self.mean_over_processes(total)})
@@ -434,7 +456,8 @@ class GADTrainer(PackedGRPOTrainer):
 
     def _gad_pass(self, model: torch.nn.Module, share: Share) -> torch.Tensor:
         """TRL's policy loss over the samples of `share`; leaves its gradient."""
-        if self.beta != 0.0 and not all(member in share.rollout.ref_logps for member in share.all_members()):
+        missing = any(member not in share.rollout.ref_logps for member in share.all_members())
+        if self.beta != 0.0 and self.sum_over_processes(missing):  # a pass of all processes or of none
             assert self.reference is not None
             with self.clock.phase("reference"):
                 self.no_grad_pass(self.reference, share, share.rollout.ref_logps)
@@ -445,8 +468,8 @@ class GADTrainer(PackedGRPOTrainer):
         """Freeze the policy as it is now: the reference of the KL term."""
         reference = snapshot(self._skeleton)
         add_heads(reference, self.temperature, self.args.cast_lm_head_to_fp32)
-        use_packed_attention(reference)
-        reference.to(self.accelerator.device)
+        self._prepare_backbone(reference.to(self.accelerator.device))
+        self.features.attach(reference)
         self.reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     # ---- Steps left out ----

@@ -49,7 +49,7 @@ UPDATE: dict[str, tuple[Any, dict[str, Any]]] = {
     "top_entropy_quantile": (0.5, {}),
     "entropy_coef": (0.5, {}),
     "off_policy_mask_threshold": (1e-6, {}),
-    "use_bias_correction_kl": (False, {"beta": 0.5}),
+    "use_bias_correction_kl": (True, {"beta": 0.5}),
     "disable_dropout": (True, {"dropout": True}),
 }
 SAMPLING = {

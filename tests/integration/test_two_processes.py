@@ -69,7 +69,7 @@ def train(folder: Path, case: str, num_processes: int) -> GADTrainer:
             max_tokens_per_micro_batch=150,
         )  # fmt: skip
     if case == "bnpo":
-        options |= dict(loss_type="bnpo", top_entropy_quantile=0.6, max_tokens_per_micro_batch=150)
+        options |= dict(loss_type="bnpo", top_entropy_quantile=0.55, max_tokens_per_micro_batch=150)
     trainer = runs.trainer(folder, dataset=pictures_first(), **(SETUP | options))
 
     def sample(model: Any, groups: list[Group], num_generations: int, seed: int) -> list[list[Sample]]:

@@ -22,7 +22,7 @@ def test_one_row_is_laid_out_as_the_docstring_of_pack_says() -> None:
     assert result.lengths.tolist() == [2, 1]
     assert result.last.tolist() == [4, 6]
     assert (result.segments[0].prompt, result.segments[0].responses) == ((0, 2), [(2, 5), (5, 7)])
-    assert result.pixel_values is None
+    assert result.pictures == []
     assert result.image_grid_thw is None
     assert {t.dtype for t in (result.input_ids, result.labels, result.positions, result.first)} == {torch.int64}
 
@@ -54,9 +54,8 @@ def test_pictures_are_stored_once_per_row_whatever_the_number_of_responses() -> 
         Row([1, 2], [[7], [8]], [picture(3.0)]),
     ]
     result = pack(rows, [text_positions(2)] * 3)
-    assert result.pixel_values is not None
     assert result.image_grid_thw is not None
-    assert result.pixel_values[:, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
+    assert [picture.pixel_values[0, 0].item() for picture in result.pictures] == [1.0, 2.0, 3.0]
     assert result.image_grid_thw.tolist() == [[1, 2, 2], [1, 4, 1], [1, 2, 2]]
 
 

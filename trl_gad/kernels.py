@@ -149,7 +149,7 @@ def _close(plain: torch.Tensor, fused: torch.Tensor) -> bool:
 
 
 def follow_autocast(model: PreTrainedModel | PeftModel) -> None:
-    """Let the residual stream have autocast's dtype, as in a model whose weights have it.
+    """Let the text layers' residual stream have autocast's dtype, as in a model whose weights have it.
 
     Autocast leaves embeddings in the dtype of their float32 weights, and everything added to them: norms and residuals
     of all layers then move twice the bytes, and a server that holds the weights in bfloat16 computes something else.

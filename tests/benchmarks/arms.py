@@ -64,6 +64,8 @@ class Bench:
         self.trainer: GADTrainer = runs.trainer(Path(tempfile.mkdtemp()), model=model, **fields)
         trainer = self.trainer
         trainer._prepare_for_training(5, trainer.get_train_dataloader(), None)
+        if checkpointing:
+            trainer.policy.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         trainer.take_snapshot()
         self.seconds: dict[str, float] = defaultdict(float)
         self.tokens: dict[str, int] = defaultdict(int)

@@ -42,6 +42,7 @@ def theirs(tmp_path: Path, **fields: Any) -> GRPOTrainer:
     """TRL's trainer whose micro-batch is the whole step."""
     beta = fields.pop("beta", 0.0)
     fields.setdefault("temperature", 0.8)
+    fields.setdefault("use_bias_correction_kl", False)  # our default
     args = GRPOConfig(
         output_dir=str(tmp_path), num_generations=NUM_GENERATIONS, max_completion_length=15,
         per_device_train_batch_size=NUM_GROUPS * NUM_GENERATIONS, gradient_accumulation_steps=1, use_cpu=True,

@@ -33,6 +33,7 @@ def config(tmp_path: Path, **overrides: Any) -> GADConfig:
         max_completion_length=12, max_steps=5, gad_warmup_steps=2, discriminator_only_steps=1, learning_rate=1e-3,
         gad_warmup_learning_rate=1e-3, discriminator_learning_rate=1e-3, beta=0.01, use_cpu=True, bf16=False,
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        dataloader_num_workers=0,
     )  # fmt: skip
     return GADConfig(**(fields | overrides))
 

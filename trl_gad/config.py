@@ -125,6 +125,13 @@ class GADConfig(GRPOConfig):
     bad_rows: str = field(
         default="raise", metadata={"help": "Rows that cannot be used: `raise`, or `skip` (counted, with row numbers)."}
     )
+    dataloader_num_workers: int = field(
+        default=4,
+        metadata={
+            "help": "Processes that decode, process and tokenize the rows of the next rollout batch while this one "
+            "trains; also those that check the dataset before training. 0: the training process itself, in between."
+        },
+    )
     max_pixels: int | None = field(
         default=None, metadata={"help": "Most pixels of a picture; larger ones are scaled down by the processor."}
     )

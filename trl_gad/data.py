@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from trl_gad.batch import Group
 from trl_gad.messages import FORMAT_COLUMNS, OverlongPromptError, OverlongTeacherError, RowError, RowLengths
 from trl_gad.pictures import describe
+from trl_gad.planner import share_out
 from trl_gad.rows import RowReader
 
 
@@ -95,6 +96,8 @@ class DataReport:
 
     num_rows: int
     kept: list[int] = field(default_factory=list)  # dataset indices to train on, ascending
+    prompt_lengths: list[int] = field(default_factory=list)  # of each kept row, in tokens after image expansion
+    teacher_lengths: list[int] = field(default_factory=list)  # of each kept row, in tokens with the end token
     dropped: dict[str, list[int]] = field(default_factory=dict)  # reason -> dataset indices
     examples: dict[str, str] = field(default_factory=dict)  # reason -> the first such row's message
     num_cut_teachers: int = 0
@@ -197,8 +200,10 @@ def check_dataset(
     images = [num_tokens for row in lengths for num_tokens in row.images]
     report.num_images = len(images)
     report.num_cut_teachers = sum(row.teacher_cut for row in lengths)
-    report.prompt_tokens = Spread.of([row.prompt for row in lengths])
-    report.teacher_tokens = Spread.of([row.teacher for row in lengths])
+    report.prompt_lengths = [row.prompt for row in lengths]
+    report.teacher_lengths = [row.teacher for row in lengths]
+    report.prompt_tokens = Spread.of(report.prompt_lengths)
+    report.teacher_tokens = Spread.of(report.teacher_lengths)
     report.image_tokens = Spread.of(images)
     if not lengths:
         raise ValueError(f"No row is left to train on. {report}\nMend the rows, or raise the limits named above.")
@@ -266,14 +271,20 @@ def prompts_of_rollout(
 class RolloutLoader:
     """Gives `(rollout_index, groups of this rank)`, from rollout `start` up to `stop` (not included).
 
-    Each rank reads a contiguous, equal share of a rollout's prompts, and every picture once. Iterating again starts
-    again at `start`; to resume, build a loader with a later `start`.
+    Each rank reads as many of a rollout's prompts as any other, and every picture once. The prompts of every optimizer
+    step are shared out on their own, so that a step trains on the same prompts whatever the number of ranks. Iterating
+    again starts again at `start`; to resume, build a loader with a later `start`.
 
     Args:
         rows (`Sequence[int]`):
             The dataset indices to use: `DataReport.kept`.
         prompts_per_rollout (`int`):
-            Over all ranks; a multiple of `num_processes`.
+            Over all ranks; a multiple of `num_processes` times `steps_per_rollout`.
+        steps_per_rollout (`int`, *optional*, defaults to `1`):
+            Optimizer steps that share a rollout; each takes the next equal part of its prompts.
+        costs (`Sequence[int]`, *optional*):
+            Expected tokens of each of `rows`: the ranks of a step get sums as equal as may be. Without, each takes the
+            next equal share.
         num_workers (`int`, *optional*, defaults to `0`):
             Processes that decode and tokenize; `0` does it in this one, when a rollout is asked for. Groups travel
             through shared memory (in a container: its `--shm-size`), decoded pictures at their original size.
@@ -295,22 +306,25 @@ class RolloutLoader:
         stop: int,
         start: int = 0,
         shuffle: bool = True,
+        steps_per_rollout: int = 1,
+        costs: Sequence[int] | None = None,
         rank: int = 0,
         num_processes: int = 1,
         num_workers: int = 0,
         prefetch_rows: int | None = None,
     ):
-        if prompts_per_rollout < 1 or prompts_per_rollout % num_processes:
+        if prompts_per_rollout < 1 or prompts_per_rollout % (num_processes * steps_per_rollout):
             raise ValueError(
-                f"A rollout's prompts are shared equally by all processes, got {prompts_per_rollout} prompts for "
-                f"{num_processes} processes. Make the prompts a multiple of the processes."
+                f"A step's prompts are shared equally by all processes, got {prompts_per_rollout} prompts for "
+                f"{num_processes} processes and {steps_per_rollout} steps. Make the prompts a multiple of both."
             )
         if not rows:
             raise ValueError("The loader needs at least one row, got none. See the report of check_dataset.")
         self.read = _Read(_Rows(dataset), reader.read)
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.start, self.stop = start, stop
-        self.prompts_per_rollout, self.rank = prompts_per_rollout, rank
+        self.prompts_per_rollout, self.rank, self.num_processes = prompts_per_rollout, rank, num_processes
+        self.steps_per_rollout, self.costs = steps_per_rollout, costs
         self.prompts_per_rank = prompts_per_rollout // num_processes
         self.num_workers = num_workers
         self.prefetch_rows = self.prompts_per_rank if prefetch_rows is None else prefetch_rows
@@ -322,8 +336,17 @@ class RolloutLoader:
     def rows_of_rollout(self, rollout_index: int) -> list[int]:
         """This rank's dataset indices of a rollout."""
         places = prompts_of_rollout(len(self.rows), self.prompts_per_rollout, self.seed, rollout_index, self.shuffle)
-        first = self.rank * self.prompts_per_rank
-        return [self.rows[place] for place in places[first : first + self.prompts_per_rank]]
+        size = self.prompts_per_rollout // self.steps_per_rollout
+        own = []
+        for start in range(0, len(places), size):
+            part = places[start : start + size]
+            if self.costs is None:
+                first, number = self.rank * size // self.num_processes, size // self.num_processes
+                chosen = range(first, first + number)
+            else:
+                chosen = share_out([self.costs[place] for place in part], self.num_processes)[self.rank]
+            own += [self.rows[part[i]] for i in chosen]
+        return own
 
     def __iter__(self) -> Iterator[tuple[int, list[Group]]]:
         results = _ordered(self.read, _Keys(self), self.num_workers, self.prefetch_rows)

@@ -38,6 +38,8 @@ class StepLoader:
             start=start,
             stop=trainer.step_plan.num_rollouts,
             shuffle=bool(args.shuffle_dataset),
+            steps_per_rollout=args.steps_per_rollout,
+            costs=trainer.row_costs,
             rank=trainer.accelerator.process_index,
             num_processes=trainer.accelerator.num_processes,
             num_workers=args.dataloader_num_workers,

@@ -38,6 +38,68 @@ def count_tokens(prompt_length: int, response_lengths: list[int], share_prompt: 
     return sum(prompt_length + length for length in response_lengths)
 
 
+def check_budget(
+    rows: list[int],
+    prompt_lengths: list[int],
+    teacher_lengths: list[int],
+    *,
+    max_response: int,
+    budget: int,
+    share_prompt: bool,
+) -> None:
+    """Refuse, before training, rows whose smallest part `plan` could not put into the budget.
+
+    That part is the discriminator's: the prompt, the teacher's response, and one of the student's, of which only the
+    longest possible length is known.
+
+    Args:
+        rows (`list[int]`): numbers in the dataset, for the message.
+        prompt_lengths, teacher_lengths (`list[int]`): of these rows, in tokens.
+        max_response (`int`): `max_completion_length`.
+        budget (`int`): `max_tokens_per_micro_batch`.
+
+    Raises:
+        ValueError: the largest such row needs more than `budget`.
+    """
+    needs = [
+        count_tokens(prompt, [teacher, max_response], share_prompt)
+        for prompt, teacher in zip(prompt_lengths, teacher_lengths, strict=True)
+    ]
+    if (most := max(needs, default=0)) <= budget:
+        return
+    largest = needs.index(most)
+    raise ValueError(
+        "A prompt, its teacher's response and one response of the student must fit into `max_tokens_per_micro_batch` "
+        f"({budget}): row {rows[largest]} needs {most} tokens (prompt {prompt_lengths[largest]}, teacher "
+        f"{teacher_lengths[largest]}, `max_completion_length` {max_response}"
+        f"{'' if share_prompt else ', share_prompt=False'}), and {sum(need > budget for need in needs)} of {len(rows)} "
+        f"rows need too many. Raise `max_tokens_per_micro_batch` to {most} or more, or lower `max_prompt_length` or "
+        "`max_completion_length`."
+    )
+
+
+def share_out(costs: list[int], num_shares: int) -> list[list[int]]:
+    """Equally many items for each share, whose costs are as equal as a greedy walk makes them.
+
+    Returns:
+        `list[list[int]]`: indices into `costs`, ascending within a share.
+
+    >>> share_out([9, 8, 1, 2], 2)  # 9 first, 8 to the other; 2 to the one with 8 (10), 1 to the one with 9 (10)
+    [[0, 2], [1, 3]]
+    >>> share_out([5, 7, 6], 1)
+    [[0, 1, 2]]
+    """
+    assert len(costs) % num_shares == 0, f"{len(costs)} items cannot be shared equally by {num_shares}"
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    fill = [0] * num_shares
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        open_shares = [i for i in range(num_shares) if len(shares[i]) < len(costs) // num_shares]
+        least = min(open_shares, key=lambda i: (fill[i], i))
+        shares[least].append(item)
+        fill[least] += costs[item]
+    return [sorted(share) for share in shares]
+
+
 def plan(
     groups: list[tuple[int, list[int]]],
     budget: int,

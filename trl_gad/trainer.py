@@ -24,7 +24,7 @@ from trl_gad.attention import use_packed_attention
 from trl_gad.batch import Group, Rollout
 from trl_gad.build import build_models
 from trl_gad.config import GADConfig
-from trl_gad.data import check_dataset
+from trl_gad.data import DataReport, check_dataset
 from trl_gad.discriminator import Discriminator
 from trl_gad.engine import Cutter
 from trl_gad.evaluation import run_evaluation
@@ -35,6 +35,7 @@ from trl_gad.metrics import Clock, rollout_metrics, sample_table
 from trl_gad.models import snapshot
 from trl_gad.packed_grpo import PackedGRPOTrainer, Share
 from trl_gad.rewards import log_rollout, set_advantages
+from trl_gad.planner import check_budget, count_tokens
 from trl_gad.rollouts import TransformersSampler, sampling_seed
 from trl_gad.rows import RowReader
 from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, StageLR, Step, StepPlan, make_plan
@@ -257,7 +258,13 @@ class GADTrainer(PackedGRPOTrainer):
             chat_template_kwargs=args.chat_template_kwargs,
             max_pixels=args.max_pixels,
         )
-        self.rows = self.usable_rows(self.train_dataset, "train_dataset")
+        report = self.report_of(self.train_dataset, "train_dataset")
+        self.rows = report.kept
+        # Expected tokens of each row, by which the processes share a step's rows: the samples as long as the teacher's
+        self.row_costs: list[int] | None = [
+            count_tokens(prompt, [teacher] * (1 + self.num_generations), args.share_prompt)
+            for prompt, teacher in zip(report.prompt_lengths, report.teacher_lengths, strict=True)
+        ]
         self.step_plan = make_plan(
             num_rows=len(self.rows),
             prompts_per_rollout=args.prompts_per_rollout,
@@ -286,14 +293,14 @@ class GADTrainer(PackedGRPOTrainer):
     def rows_for_evaluation(self, dataset: Any) -> list[int]:
         """The usable rows of an evaluation dataset, read once."""
         if id(dataset) not in self._eval_rows:
-            self._eval_rows[id(dataset)] = (dataset, self.usable_rows(dataset, "eval_dataset"))
+            self._eval_rows[id(dataset)] = (dataset, self.report_of(dataset, "eval_dataset").kept)
         return self._eval_rows[id(dataset)][1]
 
-    def usable_rows(self, dataset: Any, name: str) -> list[int]:
-        """Reads every row of a dataset once; the rows that can be used, the same on all processes.
+    def report_of(self, dataset: Any, name: str) -> DataReport:
+        """Reads every row of a dataset once; which can be used, the same on all processes.
 
         Raises:
-            ValueError: a row that the options do not allow to drop, or none is left.
+            ValueError: a row that the options do not allow to drop, none is left, or one is over the token budget.
         """
         found: list[Any] = [None]
         if self.accelerator.is_main_process:
@@ -315,7 +322,15 @@ class GADTrainer(PackedGRPOTrainer):
         if self.accelerator.is_main_process:
             log = logger.warning if report.dropped else logger.info
             log("%s: %s", name, report)
-        return report.kept
+        check_budget(
+            report.kept,
+            report.prompt_lengths,
+            report.teacher_lengths,
+            max_response=self.args.max_completion_length,
+            budget=self.args.max_tokens_per_micro_batch,
+            share_prompt=self.args.share_prompt,
+        )
+        return report
 
     # ---- The run ----
 
@@ -559,3 +574,4 @@ class GADTrainer(PackedGRPOTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         checkpoint.load_discriminator(str(self.state.best_model_checkpoint), self.discriminator)
+        self._finish_current_push()  # transformers may remove the other checkpoints after this

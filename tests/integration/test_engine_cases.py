@@ -126,6 +126,7 @@ def take_steps(folder: Path, case: str, num_processes: int) -> GADTrainer:
     else:
         fields |= dict(max_steps=1, gad_warmup_steps=0, discriminator_only_steps=0)
     trainer = runs.trainer(folder, dataset=runs.rows(8, images=case == "h9"), **fields)
+    trainer.row_costs = None  # neighbours: the second process has the last rows
 
     def samples(group: Group) -> list[Sample]:
         row = samples_of(group, 2)

@@ -1,4 +1,4 @@
-"""Two processes over gloo take the step that one process takes with all rows, pictures on one of them only.
+"""Two processes over gloo take the step that one process takes with all rows, with pictures on one of them or on both.
 
 Run as a script, under torchrun or alone, this file trains and saves what it got; the tests start it and compare.
 """
@@ -21,7 +21,7 @@ from trl_gad.batch import Group, Sample
 
 
 TIMEOUT_S = 120
-CASES = ["one_forward", "micro_batches", "lora", "bnpo"]
+CASES = ["one_forward", "micro_batches", "lora", "bnpo", "balanced"]
 END = tiny.TOKEN_ID["<|im_end|>"]
 # One rollout batch of 8 prompts is one step: 1 of D alone, 1 of warm-up, 2 of GAD. Plain SGD: Adam would blow up
 # the rounding of gradients near 0.
@@ -71,6 +71,8 @@ def train(folder: Path, case: str, num_processes: int) -> GADTrainer:
     if case == "bnpo":
         options |= dict(loss_type="bnpo", top_entropy_quantile=0.55, max_tokens_per_micro_batch=150)
     trainer = runs.trainer(folder, dataset=pictures_first(), **(SETUP | options))
+    if case != "balanced":
+        trainer.row_costs = None  # neighbours: all pictures on the first process
 
     def sample(model: Any, groups: list[Group], num_generations: int, seed: int) -> list[list[Sample]]:
         return [samples_of(group, num_generations) for group in groups]

@@ -487,6 +487,40 @@ def test_loader_covers_every_row_once_per_epoch_over_two_ranks() -> None:
     assert [index for index, _ in ranks[0]] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("steps_per_rollout", [1, 2])
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("with_costs", [False, True])
+def test_every_step_trains_on_the_same_prompts_whatever_the_number_of_ranks(
+    steps_per_rollout: int, num_processes: int, with_costs: bool
+) -> None:
+    rows, costs = list(range(10, 26)), [1, 40, 3, 3, 90, 2, 2, 1, 60, 5, 4, 8, 33, 1, 1, 70]
+
+    def loader(rank: int, num_processes: int) -> RolloutLoader:
+        return RolloutLoader(
+            [{}] * 30, reader(), rows=rows, prompts_per_rollout=8, seed=3, stop=4, rank=rank,
+            num_processes=num_processes, steps_per_rollout=steps_per_rollout, costs=costs if with_costs else None,
+        )  # fmt: skip
+
+    alone = loader(0, 1)
+    ranks = [loader(rank, num_processes) for rank in range(num_processes)]
+    worst = []
+    for index in range(4):
+        whole = alone.rows_of_rollout(index)
+        places = prompts_of_rollout(len(rows), 8, seed=3, rollout_index=index)
+        assert whole == [rows[place] for place in places]  # one process: in order
+        shares = [of_rank.rows_of_rollout(index) for of_rank in ranks]
+        for step in range(steps_per_rollout):
+            size, own = 8 // steps_per_rollout, 8 // steps_per_rollout // num_processes
+            together = [row for share in shares for row in share[step * own : (step + 1) * own]]
+            assert sorted(together) == sorted(whole[step * size : (step + 1) * size])
+            if not with_costs:
+                assert together == whole[step * size : (step + 1) * size]
+        sums = [sum(costs[rows.index(row)] for row in share) for share in shares]
+        worst.append(max(sums) / (sum(sums) / num_processes))
+    if with_costs and (num_processes, steps_per_rollout) == (2, 1):
+        assert max(worst) < 1.2  # neighbours: up to 1.9
+
+
 def test_loader_resumes_and_workers_change_nothing() -> None:
     random_state = torch.get_rng_state()
     whole = load(mixed_dataset())

@@ -1,10 +1,11 @@
 from collections import Counter
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_gad.planner import MicroBatch, _Sizes, count_tokens, plan
+from trl_gad.planner import MicroBatch, _Sizes, check_budget, count_tokens, plan, share_out
 
 
 Groups = list[tuple[int, list[int]]]
@@ -129,3 +130,59 @@ def test_the_message_names_the_group_and_the_way_out() -> None:
         "max_completion_length",
     ):
         assert word in str(error.value)
+
+
+def test_rows_that_cannot_be_cut_small_enough_are_refused_before_training() -> None:
+    # Row 7: prompt 10 stored as 9, then copies of its last token before the teacher's 4 and the student's 6: 9 + 5 + 7
+    kwargs: dict[str, Any] = dict(max_response=6, share_prompt=True)
+    check_budget([3, 7], [2, 10], [4, 4], budget=21, **kwargs)
+    with pytest.raises(
+        ValueError, match=r"row 7 needs 21 tokens \(prompt 10, teacher 4.* 1 of 2 rows.* to 21 or more"
+    ):
+        check_budget([3, 7], [2, 10], [4, 4], budget=20, **kwargs)
+    # Unshared: (10 + 4) + (10 + 6)
+    kwargs["share_prompt"] = False
+    check_budget([3, 7], [2, 10], [4, 4], budget=30, **kwargs)
+    with pytest.raises(ValueError, match=r"row 7 needs 30 tokens.*share_prompt=False"):
+        check_budget([3, 7], [2, 10], [4, 4], budget=29, **kwargs)
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.integers(1, 30), teacher=st.integers(1, 30), longest=st.integers(1, 30), share=st.booleans(),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), slack=st.integers(-3, 3),
+)  # fmt: skip
+def test_the_check_before_training_promises_what_plan_keeps(
+    prompt: int, teacher: int, longest: int, share: bool, lengths: list[int], slack: int
+) -> None:
+    budget = count_tokens(prompt, [teacher, longest], share) + slack
+    responses = [teacher, *(min(length, longest) for length in lengths)]
+    try:
+        check_budget([0], [prompt], [teacher], max_response=longest, budget=budget, share_prompt=share)
+    except ValueError:
+        assert slack < 0
+        return
+    assert slack >= 0
+    plan([(prompt, responses)], budget, num_repeated=1, share_prompt=share)  # the discriminator's pass
+    plan([(prompt, responses[1:])], budget, share_prompt=share)  # policy and reference
+    plan([(prompt, [teacher])], budget, share_prompt=share)  # the warm-up
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_shares_are_equal_in_number_and_nearly_in_cost(num_shares: int, size: int, draw: Any) -> None:
+    costs = [draw.randint(1, 100) for _ in range(num_shares * size)]
+    shares = share_out(costs, num_shares)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert {len(share) for share in shares} == {size}
+    sums = [sum(costs[i] for i in share) for share in shares]
+    assert max(sums) - min(sums) <= max(costs)  # a walk by falling cost is never further apart than one item
+
+
+def test_shares_of_ragged_rows_are_closer_than_neighbours() -> None:
+    costs = [100, 90, 80, 10, 10, 10, 5, 5]
+    contiguous = [sum(costs[:4]), sum(costs[4:])]  # 280 and 30
+    shares = [sum(costs[i] for i in share) for share in share_out(costs, 2)]
+    # 100 to the first, 90 and 80 to the second; 10, 10, 10 to the first, which has four then; 5 and 5 to the second
+    assert sorted(shares) == [130, 180]
+    assert max(shares) / max(contiguous) < 0.65

@@ -18,7 +18,7 @@ DEMO_THREADS = $(or $(OMP_NUM_THREADS),$(shell $(PYTHON) -c 'import os; print(mi
 DEMO_LAUNCH := --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help venv style check test test-slow test-gpu demo clean
+.PHONY: help venv style check test test-slow test-gpu demo bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ test-gpu: $(INSTALLED)  ## the tests marked gpu; needs a CUDA device
 demo: $(INSTALLED)  ## train a small Qwen3-VL on drawn pictures from start to end, on the CPU
 	$(BIN)/accelerate launch $(DEMO_LAUNCH) --num_cpu_threads_per_process $(DEMO_THREADS) \
 		recipes/gad_qwen3vl.py --config recipes/demo.yaml
+
+bench: $(INSTALLED)  ## the update phase beside other ways to compute it; on a GPU: python -m tests.benchmarks.update_phase
+	$(BIN)/python -m tests.benchmarks.update_phase --small --device cpu $(BENCH)
 
 clean:  ## remove the virtual environment, caches and build files; what a run wrote stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -105,7 +105,11 @@ class GADConfig(GRPOConfig):
         },
     )
     freeze_vision: bool = field(
-        default=False, metadata={"help": "Do not train the vision tower, of the policy nor of the discriminator."}
+        default=False,
+        metadata={
+            "help": "Do not train the vision tower, of the policy nor of the discriminator. It is held once for all models "
+            "and reads every picture once per rollout batch."
+        },
     )
 
     # Data

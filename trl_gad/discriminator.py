@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -117,13 +120,23 @@ class Discriminator(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, base_model: str | Path | None = None, dtype: Any = torch.float32, **kwargs: Any
+        cls,
+        folder: str | Path,
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        base_model: str | Path | None = None,
+        dtype: Any = torch.float32,
+        **kwargs: Any,
     ) -> "Discriminator":
         """
         Load what `save_pretrained` wrote; the class and the configuration are found in the folder.
 
         Args:
-            folder: A local folder.
+            folder: A local folder, or the name of a repository on the Hub.
+            subfolder: Where in it, `"discriminator"` in what `trainer.push_to_hub()` uploaded.
+            revision, token: Of the repository.
             base_model: Where the frozen base of a LoRA discriminator is, if not where it was at the time.
             dtype: Of the backbone. The head is float32. The model comes in evaluation mode.
             kwargs: Passed to `from_pretrained` of the backbone.
@@ -131,7 +144,7 @@ class Discriminator(nn.Module):
         Raises:
             ValueError: the folder holds no discriminator, or the base model of its adapter is not known.
         """
-        folder = Path(folder)
+        folder = _local_folder(folder, subfolder, revision, token)
         if not is_discriminator(folder):
             raise ValueError(
                 f"{folder} holds no discriminator: {HEAD_FILE} is not there. Pass the folder that "
@@ -156,3 +169,21 @@ class Discriminator(nn.Module):
 def is_discriminator(folder: str | Path) -> bool:
     """Whether `folder` was written by `Discriminator.save_pretrained`."""
     return (Path(folder) / HEAD_FILE).is_file()
+
+
+def _local_folder(name: str | Path, subfolder: str | None, revision: str | None, token: str | bool | None) -> Path:
+    """A local folder as it is; of a repository on the Hub, `subfolder` is downloaded."""
+    root = Path(name)
+    if not root.is_dir():
+        try:
+            # First, and small: without it nothing else is downloaded
+            hf_hub_download(str(name), HEAD_FILE, subfolder=subfolder, revision=revision, token=token)
+            pattern = f"{subfolder}/*" if subfolder else None
+            root = Path(snapshot_download(str(name), allow_patterns=pattern, revision=revision, token=token))
+        except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError) as error:
+            raise ValueError(
+                f"{name} is no folder here, and no repository on the Hub has {HEAD_FILE} under that name"
+                f"{f' in {subfolder}/' if subfolder else ''}. Pass the folder that `Discriminator.save_pretrained` or "
+                '`trainer.save_model()` wrote, or a repository with subfolder="discriminator".'
+            ) from error
+    return root / subfolder if subfolder else root

@@ -41,7 +41,7 @@ def test_b4_each_picture_is_decoded_and_processed_once_a_step(
     trainer = runs.trainer(
         tmp_path, dataset=runs.rows(4), num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=2,
         generation_batch_size=32, num_iterations=num_iterations, max_steps=2 * num_iterations, gad_warmup_steps=0,
-        discriminator_only_steps=0, max_tokens_per_micro_batch=100, share_prompt=share_prompt, max_completion_length=15,
+        discriminator_only_steps=0, max_tokens_per_micro_batch=110, share_prompt=share_prompt, max_completion_length=15,
     )  # fmt: skip
     answer(trainer, lambda group: [Sample([97 + i, 98, plain.END]) for i in range(8)])
     calls: list[str] = []

@@ -6,12 +6,11 @@ The YAML holds the fields of `RecipeArguments`, `GADConfig` and TRL's `ModelConf
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from datasets import Dataset, load_dataset, load_from_disk
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_gad import GADConfig, GADTrainer
+from trl_gad.data import load_rows
 
 
 @dataclass
@@ -22,18 +21,6 @@ class RecipeArguments:
     discriminator: str | None = field(default=None, metadata={"help": "Folder of a discriminator to start from."})
 
 
-def load(source: str, split: str) -> Dataset:
-    path = Path(source)
-    if path.is_dir():
-        return load_from_disk(source)
-    if path.is_file():
-        kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-        if path.suffix not in kinds:
-            raise ValueError(f"`dataset` must be one of {', '.join(kinds)}, a folder or a Hub name, got {source!r}.")
-        return load_dataset(kinds[path.suffix], data_files=source, split="train")
-    return load_dataset(source, split=split)
-
-
 def main(recipe: RecipeArguments, args: GADConfig, model: ModelConfig) -> None:
     if recipe.dataset == "demo":  # everything built in: see recipes/demo
         from demo.run import run  # noqa: PLC0415
@@ -42,7 +29,7 @@ def main(recipe: RecipeArguments, args: GADConfig, model: ModelConfig) -> None:
     args.model_init_kwargs = {
         "dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": model.model_revision
     } | (args.model_init_kwargs or {})  # fmt: skip
-    dataset = load(recipe.dataset, recipe.dataset_split)
+    dataset = load_rows(recipe.dataset, recipe.dataset_split)
     held_out = dataset.select(range(len(dataset) - recipe.eval_rows, len(dataset))) if recipe.eval_rows else None
     peft_config = get_peft_config(model)
     trainer = GADTrainer(

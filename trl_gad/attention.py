@@ -33,6 +33,7 @@ _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
 _VARLEN_USABLE = {"window_size", "scale"} <= _VARLEN_PARAMETERS
 _VARLEN_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
 _MAX_VARLEN_HEAD_DIM = 256
+_NAMES = {True: "varlen_attn, one call a pack", False: "scaled_dot_product_attention, one call a row"}
 # The implementation that a model had before `use_packed_attention`.
 _native: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
@@ -163,9 +164,13 @@ def _use_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         and head_dim % 8 == 0
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-    name = "varlen_attn, one call a pack" if use else "scaled_dot_product_attention, one call a row"
-    logger.info("Packed attention on %s in %s with head size %d: %s", device, dtype, head_dim, name)
+    logger.info("Packed attention on %s in %s with head size %d: %s", device, dtype, head_dim, _NAMES[use])
     return use
+
+
+def what_attends(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The function that computes packed attention there, in words."""
+    return _NAMES[_use_varlen(device, dtype, head_dim)]
 
 
 def packed_attention(

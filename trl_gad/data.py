@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import datasets
@@ -22,7 +23,32 @@ from trl_gad.rows import RowReader
 
 
 PROGRESS_FROM_ROWS = 1000
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 CHUNK = 16  # rows a worker checks before it answers
+
+
+def load_rows(source: str, split: str = "train") -> datasets.Dataset:
+    """
+    A dataset from a file, a folder of `save_to_disk`, or the Hub.
+
+    Raises:
+        ValueError: a file of another kind.
+    """
+    path = Path(source)
+    if path.is_dir():
+        rows = datasets.load_from_disk(source)
+        if not isinstance(rows, datasets.Dataset):
+            raise ValueError(
+                f"`dataset` must be one split, and {source!r} holds {', '.join(map(str, rows))}. Name one: its folder."
+            )
+        return rows
+    if path.is_file():
+        if path.suffix not in FILE_KINDS:
+            raise ValueError(
+                f"`dataset` must be one of {', '.join(FILE_KINDS)}, a folder or a Hub name, got {source!r}."
+            )
+        return datasets.load_dataset(FILE_KINDS[path.suffix], data_files=source, split="train")
+    return datasets.load_dataset(source, split=split)
 
 
 class _Rows:

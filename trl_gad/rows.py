@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_gad.batch import Group
+from trl_gad.config import GADConfig
 from trl_gad.messages import (
     FORMAT_COLUMNS,
     REFUSED_COLUMNS,
@@ -91,6 +92,20 @@ class RowReader:
         # The longest first: of two that start alike, the tokenizer takes the longer one. `(?!)` matches nothing.
         pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or "(?!)"
         self._special_token = re.compile(f"({pattern})")
+
+    @classmethod
+    def of(cls, processing_class: ProcessorMixin | PreTrainedTokenizerBase, args: GADConfig) -> "RowReader":
+        """The reader of a run with these arguments."""
+        assert args.max_completion_length is not None, "checked by GADConfig"
+        return cls(
+            processing_class,
+            max_prompt_length=args.max_prompt_length,
+            max_completion_length=args.max_completion_length,
+            overlong_prompts=args.overlong_prompts,  # type: ignore[arg-type]
+            overlong_teachers=args.overlong_teachers,  # type: ignore[arg-type]
+            chat_template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type] - a dict: transformers parsed it
+            max_pixels=args.max_pixels,
+        )
 
     def _limit_pixels(self, max_pixels: int) -> None:
         if self.image_processor is None:

@@ -250,15 +250,7 @@ class GADTrainer(PackedGRPOTrainer):
 
     def _prepare_data(self) -> None:
         args = self.args
-        self.reader = RowReader(
-            self.processing_class,
-            max_prompt_length=args.max_prompt_length,
-            max_completion_length=args.max_completion_length,
-            overlong_prompts=args.overlong_prompts,
-            overlong_teachers=args.overlong_teachers,
-            chat_template_kwargs=args.chat_template_kwargs,
-            max_pixels=args.max_pixels,
-        )
+        self.reader = RowReader.of(self.processing_class, args)
         report = self.report_of(self.train_dataset, "train_dataset")
         self.rows = report.kept
         # Expected tokens of each row, by which the processes share a step's rows: the samples as long as the teacher's

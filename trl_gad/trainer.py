@@ -10,7 +10,6 @@ import logging
 import math
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, TrainerCallback
 
-from trl_gad import checkpoint, hub
 from trl_gad.adversary import Adversary, Scores
 from trl_gad.attention import use_packed_attention
 from trl_gad.batch import Group, Rollout
@@ -34,11 +32,12 @@ from trl_gad.kernels import follow_autocast, use_fused_kernels
 from trl_gad.loop import StepEnd, StepLoader
 from trl_gad.metrics import Clock, rollout_metrics, sample_table
 from trl_gad.models import snapshot
-from trl_gad.packed_grpo import PackedGRPOTrainer, Share
+from trl_gad.packed_grpo import Share
 from trl_gad.planner import check_budget, count_tokens
 from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
 from trl_gad.rows import RowReader
+from trl_gad.saving import SavingTrainer
 from trl_gad.schedule import DISCRIMINATOR, GAD, WARMUP, StageLR, Step, StepPlan, make_plan
 from trl_gad.vision import FeatureCache
 
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 RewardFunc = Callable[..., list[float | None]]
 
 
-class GADTrainer(PackedGRPOTrainer):
+class GADTrainer(SavingTrainer):
     """
     Trains a student on the *text* of a teacher by Generative Adversarial Distillation ([Black-Box On-Policy
     Distillation of Large Language Models](https://huggingface.co/papers/2511.10643)): a discriminator learns online to
@@ -537,97 +536,3 @@ class GADTrainer(PackedGRPOTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.clock.restart()
         return metrics
-
-    # ---- Saving ----
-
-    _unfinished: str | None = None  # stands for the run's folder while a checkpoint is written
-
-    def train(
-        self,
-        resume_from_checkpoint: "str | Path | bool | None" = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """
-        As [`~transformers.Trainer.train`]; `True` means the newest checkpoint that is whole.
-
-        Raises:
-            ValueError: the checkpoint is not whole, or this run cannot go on from it.
-        """
-        folder = checkpoint.to_resume(resume_from_checkpoint, self)
-        return super().train(folder, trial, ignore_keys_for_eval)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._unfinished is None else self._unfinished
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """As transformers writes it, but whole or absent: older ones are removed, and it is uploaded, after that."""
-        run_dir = self._get_output_dir(trial)
-        self._unfinished = checkpoint.begin(self, run_dir)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._unfinished = None
-        folder = checkpoint.finish(self, run_dir)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(folder)
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            keep = [folder, *([best] if best else []), *hub.being_uploaded(self)]
-            checkpoint.remove_old(run_dir, keep, self.args.save_total_limit)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """The policy as TRL saves it, the discriminator beside it in `discriminator/`."""
-        output_dir = str(self.args.output_dir) if output_dir is None else output_dir
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            checkpoint.save_models(output_dir, self.discriminator, self.given_args)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        checkpoint.save_run(output_dir, self)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if isinstance(self.policy, PeftModel):
-            # transformers would take the discriminator's folder for one more adapter of the policy
-            self.policy.load_adapter(resume_from_checkpoint, self.policy.active_adapters[0], is_trainable=True)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        checkpoint.load_discriminator(resume_from_checkpoint, self.discriminator)
-
-    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint_folder)
-        if checkpoint_folder is not None:
-            checkpoint.load_run(checkpoint_folder, self)
-
-    def _load_best_model(self) -> None:
-        self._finish_current_push()  # transformers may remove the other checkpoints after this
-        super()._load_best_model()
-        checkpoint.load_discriminator(str(self.state.best_model_checkpoint), self.discriminator)
-
-    # ---- Hub ----
-
-    uploads: "tuple[str, ...]" = ()  # checkpoints of the push in progress
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._unfinished is None:  # transformers calls it before the checkpoint is whole
-            hub.push_checkpoint(self, checkpoint_folder)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None
-    ) -> None:
-        """
-        Write `README.md`: TRL's card with the data, the settings, the last metrics and how to load both models.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model.
-            dataset_name (`str`, *optional*):
-                The training data's name on the Hub. `None`: as the dataset itself knows it.
-            tags (`str` or `list[str]`, *optional*):
-                Further tags.
-        """
-        dataset_name = hub.dataset_name(dataset_name, self.train_dataset)
-        super().create_model_card(model_name, dataset_name, tags)
-        if self.is_world_process_zero():
-            hub.complete_card(self, model_name, dataset_name)

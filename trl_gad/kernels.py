@@ -63,8 +63,7 @@ def _fused_forward(module: Any, device: torch.device) -> Any:
     children, own = dict(module.named_children()), vars(module)
     if type(module).__name__.endswith("RMSNorm") and "variance_epsilon" in own:
         return _rms_norm if _is_same(module, _rms_norm, module.weight.shape[-1], device) else None
-    activation = children.get("act_fn", own.get("act_fn"))
-    if {"gate_proj", "up_proj", "down_proj"} <= set(children) and isinstance(activation, nn.SiLU):
+    if {"gate_proj", "up_proj", "down_proj"} <= set(children):
         return _gated_mlp if _is_same(module, _gated_mlp, module.gate_proj.in_features, device) else None
     for name, rotate in (("apply_rotary_pos_emb", _rotate), ("apply_rotary_pos_emb_vision", _rotate_vision)):
         code = type(module).forward

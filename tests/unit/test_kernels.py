@@ -1,6 +1,7 @@
 """The fused kernels and the dtype of the residual stream."""
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -45,6 +46,40 @@ def test_without_a_gpu_no_module_changes() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("build", [tiny.qwen3_text, tiny.qwen3_vl, tiny.qwen2_5_vl])
+def test_what_is_fused_is_still_called_so_in_transformers(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were one of these renamed, its fused kernel would be lost in silence, and found missing on a GPU alone."""
+    monkeypatch.setattr(kernels, "_is_same", lambda *args: True)
+    monkeypatch.setattr(kernels, "_is_same_rotation", lambda *args: True)
+    found = {type(m).__name__ for m in build().modules() if kernels._fused_forward(m, torch.device("cpu")) is not None}
+    kinds = {
+        tiny.qwen3_text: {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"},
+        tiny.qwen3_vl: {"Qwen3VLTextRMSNorm", "Qwen3VLTextMLP", "Qwen3VLTextAttention", "Qwen3VLVisionAttention"},
+        tiny.qwen2_5_vl: {
+            "Qwen2_5_VLRMSNorm", "Qwen2MLP", "Qwen2_5_VLAttention", "Qwen2_5_VLVisionAttention", "Qwen2_5_VLMLP",
+        },
+    }  # fmt: skip
+    assert found == kinds[build]
+
+
+def test_an_attention_calls_the_other_rotation_and_nothing_else_changes() -> None:
+    model = tiny.qwen3_text()
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(ids, use_cache=False).logits
+    calls = []
+
+    def counted(plain: Any, *args: Any) -> Any:
+        calls.append(len(args))
+        return plain(*args)
+
+    for layer in model.model.layers:
+        code = type(layer.self_attn).forward
+        forward = kernels._calling(code, "apply_rotary_pos_emb", counted, code.__globals__["apply_rotary_pos_emb"])
+        layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert calls == [4] * 3  # queries, keys, cosines, sines
+
+
 needs_liger = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.is_liger_available()), reason="needs a CUDA device and liger-kernel"
 )
@@ -57,7 +92,7 @@ def test_fused_modules_give_the_same_numbers_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     model = {"qwen3": tiny.qwen3_text, "qwen3_vl": tiny.qwen3_vl, "qwen2_5_vl": tiny.qwen2_5_vl}[name]().cuda()
     fused = copy.deepcopy(model)
-    assert kernels.use_fused_kernels(fused) >= 12  # three layers: two norms, attention and MLP each
+    assert kernels.use_fused_kernels(fused) >= 13  # three layers: two norms, attention and MLP each; the last norm
     ids = torch.randint(0, 250, (1, 2 * kernels.MIN_TOKENS), device="cuda")
     side = 2 * int(kernels.MIN_TOKENS**0.5 / 2) + 2  # patches of a picture that is long enough
     pixels, grid = torch.randn(side**2, 3 * 2 * 8 * 8, device="cuda"), torch.tensor([[1, side, side]], device="cuda")

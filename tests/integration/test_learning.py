@@ -1,6 +1,6 @@
 """Does it learn: the demo's GAD against random rewards from the same warm-up, three seeds, 300 adversarial steps each.
 
-50 minutes on two cores that had other work. The figures of every arm are printed, whatever they show.
+77 minutes on two cores that had other work. The figures of every arm are printed, whatever they show.
 """
 
 import dataclasses

@@ -5,20 +5,10 @@
 The YAML holds the fields of `RecipeArguments`, `GADConfig` and TRL's `ModelConfig`; the command line goes before it.
 """
 
-from dataclasses import dataclass, field
-
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_gad import GADConfig, GADTrainer
-from trl_gad.data import load_rows
-
-
-@dataclass
-class RecipeArguments:
-    dataset: str = field(metadata={"help": "A .jsonl or .parquet file, a folder of `save_to_disk`, or a Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub dataset."})
-    eval_rows: int = field(default=0, metadata={"help": "Rows held out for evaluation, the last ones."})
-    discriminator: str | None = field(default=None, metadata={"help": "Folder of a discriminator to start from."})
+from trl_gad.data import RecipeArguments, load_rows
 
 
 def main(recipe: RecipeArguments, args: GADConfig, model: ModelConfig) -> None:

@@ -114,6 +114,7 @@ def load_run(folder: str, trainer: "GADTrainer") -> None:
             own[name].copy_(value)
     if state["has_rollout"]:
         trainer.rollout = _load_rollout(path / f"rollout_{trainer.accelerator.process_index}.pt", trainer)
+        trainer.take_up(trainer.rollout.groups)
 
 
 def _check_same_order(state: dict[str, Any], trainer: "GADTrainer") -> None:

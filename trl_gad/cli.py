@@ -6,7 +6,6 @@ trl-gad env                             versions and what was found on this mach
 
 import platform
 import sys
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -18,9 +17,8 @@ from trl import ModelConfig, TrlParser  # type: ignore[attr-defined]
 
 from trl_gad.attention import what_attends
 from trl_gad.config import GADConfig
-from trl_gad.data import check_dataset, load_rows
+from trl_gad.data import RecipeArguments, check_dataset, load_rows
 from trl_gad.kernels import is_liger_available
-from trl_gad.planner import check_budget
 from trl_gad.rows import RowReader
 
 
@@ -28,19 +26,9 @@ from trl_gad.rows import RowReader
 OPTIONAL = ("vllm", "liger-kernel", "deepspeed", "flash-attn")
 
 
-@dataclass
-class ValidateArguments:
-    """What a recipe's YAML holds beside `GADConfig` and `ModelConfig`."""
-
-    dataset: str = field(metadata={"help": "A .jsonl or .parquet file, a folder of `save_to_disk`, or a Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub dataset."})
-    eval_rows: int = field(default=0, metadata={"help": "As in the recipe; rows of both parts are checked."})
-    discriminator: str | None = field(default=None, metadata={"help": "As in the recipe; not read."})
-
-
 def validate(argv: list[str]) -> int:
     """The checks of a trainer's start, without a model: its processor is enough. 1 where a run would not start."""
-    arguments: list[Any] = [ValidateArguments, GADConfig, ModelConfig]
+    arguments: list[Any] = [RecipeArguments, GADConfig, ModelConfig]
     parser = TrlParser(arguments, prog="trl-gad validate")
     given, args, model = parser.parse_args_and_config(argv)
     if model.model_name_or_path is None:
@@ -56,14 +44,7 @@ def validate(argv: list[str]) -> int:
             num_workers=args.dataloader_num_workers,
         )
         sys.stdout.write(f"{report}\n")
-        check_budget(
-            report.kept,
-            report.prompt_lengths,
-            report.teacher_lengths,
-            max_response=args.max_completion_length,
-            budget=args.max_tokens_per_micro_batch,
-            share_prompt=args.share_prompt,
-        )
+        report.check_budget(args)
     except ValueError as error:
         sys.stdout.write(f"{error}\n")
         return 1

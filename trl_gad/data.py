@@ -16,15 +16,26 @@ import torch
 from tqdm.auto import tqdm
 
 from trl_gad.batch import Group
+from trl_gad.config import GADConfig
 from trl_gad.messages import FORMAT_COLUMNS, OverlongPromptError, OverlongTeacherError, RowError, RowLengths
 from trl_gad.pictures import describe
-from trl_gad.planner import share_out
+from trl_gad.planner import check_budget, share_out
 from trl_gad.rows import RowReader
 
 
 PROGRESS_FROM_ROWS = 1000
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 CHUNK = 16  # rows a worker checks before it answers
+
+
+@dataclass
+class RecipeArguments:
+    """What a recipe's YAML holds beside `GADConfig` and TRL's `ModelConfig`."""
+
+    dataset: str = field(metadata={"help": "A .jsonl or .parquet file, a folder of `save_to_disk`, or a Hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub dataset."})
+    eval_rows: int = field(default=0, metadata={"help": "Rows held out for evaluation, the last ones."})
+    discriminator: str | None = field(default=None, metadata={"help": "Folder of a discriminator to start from."})
 
 
 def load_rows(source: str, split: str = "train") -> datasets.Dataset:
@@ -131,6 +142,14 @@ class DataReport:
     prompt_tokens: Spread = field(default_factory=Spread)  # of kept rows, after image expansion
     teacher_tokens: Spread = field(default_factory=Spread)  # of kept rows, with the end token
     image_tokens: Spread = field(default_factory=Spread)  # of each image in the kept rows
+
+    def check_budget(self, args: GADConfig) -> None:
+        """Refuses kept rows that no micro-batch of such a run can hold, see `planner.check_budget`."""
+        assert args.max_completion_length is not None, "checked by GADConfig"
+        check_budget(
+            self.kept, self.prompt_lengths, self.teacher_lengths, max_response=args.max_completion_length,
+            budget=args.max_tokens_per_micro_batch, share_prompt=args.share_prompt,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         lines = [f"{len(self.kept)} of {self.num_rows} rows kept, {self.num_images} images"]

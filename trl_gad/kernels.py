@@ -5,6 +5,7 @@ enough to gain from it. Parameters and their names stay as they are.
 """
 
 import functools
+import importlib
 import logging
 import types
 from importlib.util import find_spec
@@ -20,12 +21,19 @@ from trl_gad.attention import base_model
 
 logger = logging.getLogger(__name__)
 
-MIN_TOKENS = 2048  # in shorter packs the launch costs more than the fusion saves
+# In short packs the launch costs more than the fusion saves. Where the border lies is not measured.
+MIN_TOKENS = 2048
 
 
 def is_liger_available() -> bool:
     """Whether `liger-kernel` is installed."""
     return find_spec("liger_kernel") is not None
+
+
+@functools.cache
+def _liger() -> Any:
+    """Imported when it runs: it needs a GPU's compiler."""
+    return importlib.import_module("liger_kernel.ops")
 
 
 def use_fused_kernels(model: PreTrainedModel | PeftModel) -> int:
@@ -74,40 +82,34 @@ def _fused_forward(module: Any, device: torch.device) -> Any:
 
 
 def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    from liger_kernel.ops import LigerRMSNormFunction  # type: ignore[import-not-found]  # noqa: PLC0415 - needs a GPU compiler
-
     if hidden_states.numel() < MIN_TOKENS * hidden_states.shape[-1]:
         return type(self).forward(self, hidden_states)
     weight, epsilon = self.weight, self.variance_epsilon
-    return LigerRMSNormFunction.apply(hidden_states, weight, epsilon, 0.0, "llama", False)
+    return _liger().LigerRMSNormFunction.apply(hidden_states, weight, epsilon, 0.0, "llama", False)
 
 
 def _gated_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
-    from liger_kernel.ops import LigerSiLUMulFunction  # type: ignore[import-not-found]  # noqa: PLC0415 - needs a GPU compiler
-
     if x.numel() < MIN_TOKENS * x.shape[-1]:
         return type(self).forward(self, x)
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(_liger().LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def _rotate(plain: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **kwargs: Any) -> Any:
     """`[1, heads, T, D]` queries and keys, `[1, T, D]` cosines and sines."""
-    from liger_kernel.ops import LigerRopeFunction  # type: ignore[import-not-found]  # noqa: PLC0415 - needs a GPU compiler
-
     if kwargs or cos.dim() != 3 or q.shape[2] < MIN_TOKENS:
         return plain(q, k, cos, sin, **kwargs)
-    return LigerRopeFunction.apply(q, k, cos, sin)
+    return _liger().LigerRopeFunction.apply(q, k, cos, sin)
 
 
 def _rotate_vision(plain: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """`[patches, heads, D]` queries and keys, `[patches, D]` cosines and sines, in float32 as the tower wants them."""
-    from liger_kernel.ops import LigerRopeFunction  # type: ignore[import-not-found]  # noqa: PLC0415 - needs a GPU compiler
-
     if len(q) < MIN_TOKENS:
         return plain(q, k, cos, sin)
     # The kernel works in place: on copies, for these are views of one projection
     rows = [states.contiguous()[None].transpose(1, 2) for states in (q, k)]
-    return tuple(states.transpose(1, 2)[0] for states in LigerRopeFunction.apply(*rows, cos.float(), sin.float()))
+    return tuple(
+        states.transpose(1, 2)[0] for states in _liger().LigerRopeFunction.apply(*rows, cos.float(), sin.float())
+    )
 
 
 def _calling(function: types.FunctionType, name: str, replacement: Any, plain: Any) -> types.FunctionType:

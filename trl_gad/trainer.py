@@ -33,7 +33,7 @@ from trl_gad.loop import StepEnd, StepLoader
 from trl_gad.metrics import Clock, rollout_metrics, sample_table
 from trl_gad.models import snapshot
 from trl_gad.packed_grpo import Share
-from trl_gad.planner import check_budget, count_tokens
+from trl_gad.planner import count_tokens
 from trl_gad.rewards import log_rollout, set_advantages
 from trl_gad.rollouts import TransformersSampler, sampling_seed
 from trl_gad.rows import RowReader
@@ -314,14 +314,7 @@ class GADTrainer(SavingTrainer):
         if self.accelerator.is_main_process:
             log = logger.warning if report.dropped else logger.info
             log("%s: %s", name, report)
-        check_budget(
-            report.kept,
-            report.prompt_lengths,
-            report.teacher_lengths,
-            max_response=self.args.max_completion_length,
-            budget=self.args.max_tokens_per_micro_batch,
-            share_prompt=self.args.share_prompt,
-        )
+        report.check_budget(self.args)
         return report
 
     # ---- The run ----
@@ -394,8 +387,6 @@ class GADTrainer(SavingTrainer):
             self._start_rollout(step, inputs["groups"])
         rollout = self.rollout
         assert rollout is not None, "the rollout batch of this step is missing"
-        if not step.first:
-            self._take_up(rollout.groups)  # of a run that is resumed
         share = Share.of(rollout, rollout.part(step.part, self.args.steps_per_rollout))
         if step.stage == DISCRIMINATOR:
             loss = self._skip_policy()
@@ -418,7 +409,7 @@ class GADTrainer(SavingTrainer):
             seed = sampling_seed(self.args.seed, step.rollout, self.accelerator.process_index)
             samples = self.sampler.sample(self.model_wrapped, groups, self.num_generations, seed)
         rollout = self.rollout = Rollout(step.rollout, groups, samples)
-        self._take_up(groups)
+        self.take_up(groups)
         with self.clock.phase("discriminator"):
             self.scores, metrics = self.adversary.score_and_update(rollout)
         self.add_flos(self.discriminator, metrics["tokens/discriminator"])
@@ -435,7 +426,7 @@ class GADTrainer(SavingTrainer):
         if self.log_completions:
             log_rollout(self, rollout, self.scores, rewards)
 
-    def _take_up(self, groups: list[Group]) -> None:
+    def take_up(self, groups: list[Group]) -> None:
         """The pictures of a rollout batch, ready for its passes."""
         dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
         pictures_to(groups, self.accelerator.device, dtype)

@@ -6,10 +6,14 @@ the same tensors and differ in how often, and with what padding.
 - `original`: the schedule of the method's first implementation: old log-probs and D's values in passes of their own, and
   D trained on two rows per sample, the teacher's response repeated. No padding.
 - `trl_padded`: the same passes with TRL's own log-probs and loss on rows padded to the longest of the batch.
+
+That the work is the same shows in `FIGURES`. At a ratio of 1 the policy's loss says nothing of its log-probs, so the norm
+of its gradient and the reference's log-probs are among them.
 """
 
 import dataclasses
 import functools
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +29,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from tests import runs
 from tests.benchmarks.workload import Scale, build_model
 from trl_gad import GADTrainer
-from trl_gad.attention import native_attention
+from trl_gad.attention import native_attention, what_attends
 from trl_gad.batch import Group, Picture, Rollout
 from trl_gad.forward import model_inputs
 from trl_gad.losses import accumulation_factor, advantages, bradley_terry
@@ -33,6 +37,8 @@ from trl_gad.packed_grpo import Share
 
 
 ARMS = ("engine", "unshared", "original", "trl_padded")
+# Equal in all arms on the same rows; the norms are those before clipping, the log-prob is the mean over response tokens
+FIGURES = ("policy_loss", "policy_grad_norm", "discriminator_loss", "discriminator_grad_norm", "reference_logp")
 ROWS = 2  # of a padded micro-batch; the discriminator's has as many of the teacher's
 
 
@@ -58,10 +64,13 @@ class Bench:
         fields: dict[str, Any] = dict(
             use_cpu=not on_gpu, bf16=on_gpu, gradient_checkpointing=checkpointing, max_tokens_per_micro_batch=budget,
             num_generations=num_generations, per_device_train_batch_size=2 * num_generations, beta=0.001,
-            gradient_accumulation_steps=1, learning_rate=1e-9, discriminator_learning_rate=1e-9, dataloader_num_workers=0,
-            max_completion_length=64, max_prompt_length=64, temperature=1.0,  # the learning rate moves nothing
+            gradient_accumulation_steps=1, dataloader_num_workers=0, max_completion_length=64, max_prompt_length=64,
+            temperature=1.0,
+            # Such steps move nothing: every run of every arm starts from the same weights
+            learning_rate=1e-9, gad_warmup_learning_rate=1e-9, discriminator_learning_rate=1e-9,
         )  # fmt: skip
-        self.trainer: GADTrainer = runs.trainer(Path(tempfile.mkdtemp()), model=model, **fields)
+        self._folder = tempfile.TemporaryDirectory()  # removed with this object; nothing is written
+        self.trainer: GADTrainer = runs.trainer(Path(self._folder.name), model=model, **fields)
         trainer = self.trainer
         trainer._prepare_for_training(5, trainer.get_train_dataloader(), None)
         if checkpointing:
@@ -93,9 +102,14 @@ class Bench:
         return time.perf_counter()
 
     def run(self, arm: str, rollout: Rollout) -> dict[str, Any]:
-        """One update of both models by `arm`: seconds and tokens by phase, both losses, peak memory in GiB."""
+        """One update of both models by `arm`: seconds and tokens by phase, `FIGURES`, peak memory in GiB.
+
+        Raises:
+            RuntimeError: a figure is no number, and the time of such an update means nothing.
+        """
         self.seconds.clear()
         self.tokens.clear()
+        self.figures: dict[str, float] = {}
         self.measured_share = 1.0
         # Nothing left of an earlier arm: log-probs, or pictures on the device
         groups = [
@@ -108,26 +122,39 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        if arm != "trl_padded":
-            with self.phase("pictures"):
-                self.trainer._take_up(groups)
-        policy_loss, discriminator_loss = {
-            "engine": self._packed, "unshared": self._packed, "original": self._original, "trl_padded": self._padded
-        }[arm](rollout)  # fmt: skip
-        seconds = {name: value / self.measured_share for name, value in self.seconds.items()}
-        if arm == "trl_padded":  # taken in full, whatever share of the rows was run
-            seconds["optimizers"] = self.seconds["optimizers"]
+        with self.phase("pictures"):
+            self.trainer.take_up(groups)
+        {"engine": self._packed, "unshared": self._packed, "original": self._original, "trl_padded": self._padded}[
+            arm
+        ](rollout)
+        broken = [name for name in FIGURES if not math.isfinite(self.figures[name])]
+        if broken:
+            raise RuntimeError(
+                f"{arm}: {', '.join(broken)} must be finite, got {self.figures}. Its time means nothing."
+            )
+        in_full = ("pictures", "optimizers")  # whatever share of the rows was run
+        seconds = {n: value / (1.0 if n in in_full else self.measured_share) for n, value in self.seconds.items()}
         # Passes over the same rows share their packs
         self.tokens["policy"] = self.tokens.pop("old_logps", self.tokens["reference"])
         peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
         return dict(
             arm=arm, total_s=sum(seconds.values()), seconds=seconds, tokens=dict(self.tokens), peak_gib=peak,
-            policy_loss=policy_loss, discriminator_loss=discriminator_loss, measured_share=self.measured_share,
+            measured_share=self.measured_share, attention=self._attention(arm), **self.figures,
         )  # fmt: skip
+
+    def _attention(self, arm: str) -> str:
+        """What computes it, in the text layers and in the vision tower."""
+        policy = self.trainer.policy
+        text, tower = policy.config.get_text_config(), policy.config.vision_config._attn_implementation
+        if arm == "trl_padded":
+            with native_attention(policy):
+                return f"{text._attn_implementation} with a mask; vision {tower}"
+        dtype = torch.bfloat16 if self.trainer.accelerator.mixed_precision == "bf16" else torch.float32
+        return f"{what_attends(self.trainer.accelerator.device, dtype, text.head_dim)}; vision {tower}"
 
     # ---- The library ----
 
-    def _packed(self, rollout: Rollout) -> tuple[float, float]:
+    def _packed(self, rollout: Rollout) -> None:
         trainer = self.trainer
         with self.phase("discriminator"):
             scores, metrics = trainer.adversary.score_and_update(rollout)
@@ -138,9 +165,9 @@ class Bench:
         with self.phase("policy"):
             loss = float(trainer.policy_pass(trainer.model_wrapped, share))
         self._policy_step()
-        return loss, metrics["discriminator/loss"]
+        self._keep_figures(rollout, loss, metrics)
 
-    def _original(self, rollout: Rollout) -> tuple[float, float]:
+    def _original(self, rollout: Rollout) -> None:
         trainer = self.trainer
         share = Share.of(rollout, list(range(len(rollout.groups))))
         with self.phase("old_logps"):
@@ -161,7 +188,13 @@ class Bench:
         with self.phase("policy"):
             loss = float(trainer.policy_pass(trainer.model_wrapped, share))
         self._policy_step()
-        return loss, metrics["discriminator/loss"]
+        self._keep_figures(rollout, loss, metrics)
+
+    def _keep_figures(self, rollout: Rollout, policy_loss: float, metrics: dict[str, float]) -> None:
+        self.figures["policy_loss"] = policy_loss
+        self.figures["discriminator_loss"] = metrics["discriminator/loss"]
+        self.figures["discriminator_grad_norm"] = metrics["discriminator/grad_norm"]
+        self.figures["reference_logp"] = float(torch.cat(list(rollout.ref_logps.values())).mean())
 
     def _set_advantages(self, rollout: Rollout, scores: torch.Tensor) -> None:
         trainer = self.trainer
@@ -173,19 +206,23 @@ class Bench:
     def _policy_step(self) -> None:
         trainer = self.trainer
         with self.phase("optimizers"):  # D's own is within its phase
-            trainer.accelerator.clip_grad_norm_(trainer.model_wrapped.parameters(), trainer.args.max_grad_norm)
+            norm = trainer.accelerator.clip_grad_norm_(trainer.model_wrapped.parameters(), trainer.args.max_grad_norm)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad(set_to_none=True)
+        self.figures["policy_grad_norm"] = float(norm)
 
     # ---- Padded rows ----
 
-    def _padded(self, rollout: Rollout) -> tuple[float, float]:
+    def _padded(self, rollout: Rollout) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         rows = _Padding(rollout, trainer.policy.config.image_token_id, self.device)
-        groups = range(min(self.padded_groups, len(rollout.groups)))
+        groups = middling([math.prod(group.pictures[0].grid_thw) for group in rollout.groups], self.padded_groups)
         self.measured_share = len(groups) / len(rollout.groups)
         starts = range(0, trainer.num_generations, ROWS)
         parts = [(g, slice(start, start + ROWS)) for g in groups for start in starts]
+        num_rows = len(rollout.groups) * trainer.num_generations  # tokens: of all, padding counted
+        self.tokens["reference"] = num_rows * (rows.width + rows.length)
+        self.tokens["discriminator"] = 2 * num_rows * (rows.width + rows.both)
         policy, reference, backbone = trainer.policy, trainer.reference, trainer.discriminator.backbone
         log_probs = functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, trainer)
         with (
@@ -197,34 +234,41 @@ class Bench:
             for phase, model in (("old_logps", trainer.model_wrapped), ("reference", reference)):
                 with self.phase(phase), torch.no_grad():
                     kept[phase] = [log_probs(model, **rows.policy_inputs(*part))[0] for part in parts]
-            scores = torch.zeros(len(groups), trainer.num_generations)
+            scores = torch.full((len(rollout.groups), trainer.num_generations), torch.nan)  # of those not run
             with self.phase("values"), torch.no_grad():
                 for g, part in parts:
                     scores[g, part] = self._score_padded(rows, g, part)[1].cpu()
             self._set_advantages(rollout, scores)
+            samples = [s for g in groups for s in rollout.samples[g]]
             discriminator_loss = 0.0
             with self.phase("discriminator"):
                 for g, part in parts:
-                    loss = bradley_terry(*self._score_padded(rows, g, part)) / scores.numel()
+                    loss = bradley_terry(*self._score_padded(rows, g, part)) / len(samples)
                     accelerator.backward(loss)
                     discriminator_loss += float(loss.detach())
             with self.phase("optimizers"):
-                accelerator.clip_grad_norm_(trainer.adversary.wrapped.parameters(), trainer.args.max_grad_norm)
+                most = trainer.args.discriminator_max_grad_norm
+                norm = accelerator.clip_grad_norm_(trainer.adversary.wrapped.parameters(), most)
                 trainer.adversary.optimizer.step()
                 trainer.adversary.optimizer.zero_grad(set_to_none=True)
-            num_tokens = sum(len(s.ids) for g in groups for s in rollout.samples[g])
+            num_tokens = sum(len(sample.ids) for sample in samples)
             trainer._get_per_token_logps_and_entropies = log_probs  # TRL's own, on padded rows
             policy_loss = 0.0
             try:
                 with self.phase("policy"):
                     for part, old, ref in zip(parts, kept["old_logps"], kept["reference"], strict=True):
-                        loss = self._loss_padded(rows.loss_inputs(*part), scores.numel(), num_tokens, part, old, ref)
+                        loss = self._loss_padded(rows.loss_inputs(*part), len(samples), num_tokens, part, old, ref)
                         accelerator.backward(loss)
                         policy_loss += float(loss.detach())
             finally:
                 del trainer._get_per_token_logps_and_entropies
         self._policy_step()
-        return policy_loss, discriminator_loss
+        of_rows = [logps for batch in kept["reference"] for logps in batch]  # in the order of `samples`
+        total = sum(float(logps[: len(s.ids)].sum()) for logps, s in zip(of_rows, samples, strict=True))
+        self.figures |= dict(
+            policy_loss=policy_loss, discriminator_loss=discriminator_loss, discriminator_grad_norm=float(norm),
+            reference_logp=total / num_tokens,
+        )  # fmt: skip
 
     def _score_padded(self, rows: "_Padding", g: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the teacher's response, once per sample, and of the samples: `[n]` each."""
@@ -251,6 +295,22 @@ class Bench:
             num_items_in_batch=torch.tensor(per_window, device=self.device),
         )  # fmt: skip
         return trainer._compute_loss(trainer.model_wrapped, inputs)
+
+
+def middling(sizes: list[int], count: int) -> list[int]:
+    """`count` places, ascending, whose mean size is close to the mean of all: what stands for the whole batch.
+
+    Each next one brings the mean of those chosen closest.
+
+    >>> middling([9, 2, 4, 1], 2)  # the mean is 4: first 4 itself, then 2, as (4 + 2) / 2 = 3 is nearer than 6.5 or 2.5
+    [1, 2]
+    """
+    mean, chosen = sum(sizes) / len(sizes), []
+    while len(chosen) < min(count, len(sizes)):
+        total = sum(sizes[i] for i in chosen)
+        left = [i for i in range(len(sizes)) if i not in chosen]
+        chosen.append(min(left, key=lambda i: abs((total + sizes[i]) / (len(chosen) + 1) - mean)))
+    return sorted(chosen)
 
 
 class _Padding:

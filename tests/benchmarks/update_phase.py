@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.arms import ARMS, Bench
+from tests.benchmarks.arms import ARMS, FIGURES, Bench
 from tests.benchmarks.workload import FULL, SMALL, make_rollout, operations
 from trl_gad import kernels
 
@@ -29,7 +29,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--budget", type=int, default=12288, help="max_tokens_per_micro_batch")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
     parser.add_argument("--padded-groups", type=int, default=2, help="prompts that trl_padded runs; scaled to all")
     parser.add_argument("--repeats", type=int, default=3)
@@ -37,17 +37,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="kernels of one update of the engine")
     parser.add_argument("--plain-kernels", action="store_true", help="as if liger-kernel were not installed")
     parser.add_argument("--json", help="append a line per arm to this file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.profile and args.device != "cuda":
+        parser.error("--profile shows CUDA kernels: it needs --device cuda")
+    return args
 
 
 def measure(bench: Bench, arm: str, rollout: Any, repeats: int) -> dict[str, Any]:
-    """The run with the median time; its losses are those of the first run."""
+    """The run with the median time; its losses and norms are those of the first run."""
     if arm == "trl_padded":
         repeats = 1  # a minute or more
     first = bench.run(arm, rollout)
     results = sorted((bench.run(arm, rollout) for _ in range(repeats)), key=lambda result: result["total_s"])
     middle = results[(len(results) - 1) // 2]
-    middle |= {name: first[name] for name in ("policy_loss", "discriminator_loss")}
+    middle |= {name: first[name] for name in FIGURES}
     middle["spread_s"] = results[-1]["total_s"] - results[0]["total_s"]
     return middle
 
@@ -97,12 +100,19 @@ def profile(bench: Bench, rollout: Any) -> str:
     """Kernels of one update of the engine by their time, and the share of the time in which none ran."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        total = bench.run("engine", rollout)["total_s"]
-    averages = profiler.key_averages()
-    # Only kernels and copies: the operators that launched them have the same time once more
-    on_card = sum(event.self_device_time_total for event in averages if event.device_type.name == "CUDA") / 1e6
-    table = averages.table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70)
-    return f"{table}\nkernels {on_card:.2f} s of {total:.2f} s\n"
+        total_s = bench.run("engine", rollout)["total_s"]
+    # Only kernels and copies: the operators that launched them, and spans such as an optimizer's step, have the same
+    # time once more
+    events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+    events.sort(key=lambda event: event.self_device_time_total, reverse=True)
+    busy_s = sum(event.self_device_time_total for event in events) / 1e6
+    lines = [f"{'seconds':>8} {'share':>6} {'calls':>7}  kernel"]
+    for event in events[:25]:
+        seconds = event.self_device_time_total / 1e6
+        lines.append(f"{seconds:8.3f} {seconds / total_s:6.1%} {event.count:7}  {event.key[:100]}")
+    # Kernels side by side on several streams would count twice; the engine uses one
+    lines.append(f"kernels {busy_s:.2f} s of {total_s:.2f} s, the card is idle for {1 - busy_s / total_s:.0%}")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -117,16 +127,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     write("arm         rows     total " + " ".join(f"{phase[:8]:>8}" for phase in PHASES))
     write("  pol.tok    D.tok   pol.t/s  rate    GiB  to engine\n")
     results: list[dict[str, Any]] = []
-    benches: dict[int, Bench] = {}
+    # One for all arms: the same three models
+    bench = Bench(scale, args.device, args.budget, args.generations, args.checkpointing, args.padded_groups)
     work = [(arm, args.prompts, args.generations) for arm in args.arms]
     work += [("engine", *size) for size in SWEEP if args.sweep and ("engine", *size) not in work]
     for arm, num_prompts, num_generations in work:
         rollout = make_rollout(scale, num_prompts, num_generations)
-        if not benches:
-            benches[0] = Bench(
-                scale, args.device, args.budget, num_generations, args.checkpointing, args.padded_groups
-            )
-        bench = benches[0]
         bench.trainer.num_generations = num_generations
         result = measure(bench, arm, rollout, args.repeats)
         result |= dict(prompts=num_prompts, generations=num_generations, matrix_rate=rate)
@@ -138,8 +144,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if args.json:
             with open(args.json, "a") as file:
                 file.write(json.dumps(result) + "\n")
+    for attention in dict.fromkeys(result["attention"] for result in results):
+        arms = dict.fromkeys(result["arm"] for result in results if result["attention"] == attention)
+        write(f"attention of {', '.join(arms)}: {attention}\n")
     if args.profile:
-        write(profile(benches[0], make_rollout(scale, args.prompts, args.generations)))
+        bench.trainer.num_generations = args.generations  # a sweep has changed it
+        write(profile(bench, make_rollout(scale, args.prompts, args.generations)))
     return results
 
 

@@ -108,11 +108,18 @@ def operations(scale: Scale, model: PreTrainedModel, rows: list[tuple[int, list[
         rows: (prompt tokens, response lengths, patches) of each packed row.
 
     Two per weight of a layer and token, two per weight of the head and response token, and four times the width per
-    pair of query and visible key; the same for the tower over its patches.
+    pair of query and visible key; the same for the tower over its patches, but for its mergers, which read one image
+    token in place of `spatial_merge_size**2` patches, and its position table, which is looked up.
     """
     text, vision = scale.text, scale.vision
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
-    tower = sum(p.numel() for p in model.model.visual.parameters())
+    tower = mergers = 0
+    for name, parameter in model.model.visual.named_parameters():
+        if "merger" in name:
+            mergers += parameter.numel()
+        elif "pos_embed" not in name:
+            tower += parameter.numel()
+    per_patch = tower + mergers / vision["spatial_merge_size"] ** 2
     width = text["num_attention_heads"] * text["head_dim"]
     total = 0.0
     for prompt, responses, patches in rows:
@@ -120,5 +127,5 @@ def operations(scale: Scale, model: PreTrainedModel, rows: list[tuple[int, list[
         pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in responses)
         total += 2 * layers * tokens + 4 * width * text["num_hidden_layers"] * pairs
         total += 2 * text["hidden_size"] * text["vocab_size"] * sum(responses)
-        total += 2 * tower * patches + 4 * vision["hidden_size"] * vision["depth"] * patches**2
+        total += 2 * per_patch * patches + 4 * vision["hidden_size"] * vision["depth"] * patches**2
     return total

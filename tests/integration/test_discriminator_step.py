@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from tests import runs, tiny
+from tests.plain import score_alone
 from trl_gad import Discriminator, GADTrainer
 from trl_gad.adversary import MAX_SKIPPED_IN_A_ROW, Adversary
-from trl_gad.batch import Group, Rollout, Sample
+from trl_gad.batch import Rollout, Sample
 from trl_gad.models import structural_copy
 
 
@@ -57,17 +58,6 @@ def cut_into(adversary: Adversary, rollout: Rollout, number: int, share_prompt: 
     )
     adversary.cutter.share_prompt = share_prompt
     adversary.cutter.budget = runs.budget(lengths, number, share_prompt, num_repeated=1)
-
-
-def score_alone(discriminator: Discriminator, group: Group, ids: list[int], **more: Any) -> torch.Tensor:
-    """D of [prompt | response] as a processor would give it."""
-    tokens = torch.tensor([group.prompt_ids + ids])
-    inputs: dict[str, Any] = dict(input_ids=tokens)
-    if group.pictures:
-        inputs["mm_token_type_ids"] = (tokens == IMAGE).int()
-        inputs["pixel_values"] = torch.cat([picture.pixel_values for picture in group.pictures])
-        inputs["image_grid_thw"] = torch.tensor([picture.grid_thw for picture in group.pictures])
-    return discriminator(last=torch.tensor([tokens.size(1) - 1]), **inputs)[0]
 
 
 def gradients_of_step(trainer: GADTrainer, rollout: Rollout) -> tuple[Any, dict[str, float], dict[str, torch.Tensor]]:
